@@ -1,34 +1,40 @@
-"""The operations of kernels.py as Triton kernels for GPUs, and TritonInstaller, which makes a model use them.
+"""The operations of kernels.py as Triton kernels for GPUs, and TritonInstaller, which makes a model
+use them.
 
-Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of tiles, the
-operations, sampling, packing, TritonInstaller, the fused block. kernels.py and model.py say what each operation
-computes, and name the shapes. In addition: HEADS_PER_KV query heads share a key/value head; a product has M rows of
-activations, N outputs and C columns of the weight matrix.
+Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of
+tiles, the operations, sampling, packing, TritonInstaller, the fused block. kernels.py and model.py
+say what each operation computes, and name the shapes. In addition: HEADS_PER_KV query heads share a
+key/value head; a product has M rows of activations, N outputs and C columns of the weight matrix.
 
 **Attention.** In plain PyTorch, these two lines stand between the two products of attention:
     scores = torch.where(visible, scores * scale + bias, float("-inf"))  # reads S*T, writes S*T
-    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # reads S*T, writes S*T; the casts do so again
-Here the scores never leave the registers: `attend` does both products, the mask, ALiBi and the softmax, in float32.
-This is possible because softmax can be computed in blocks of slots. For each block, with scores a and values v, let
-m = max(a), l = sum exp(a - m), acc = sum exp(a - m) v. Two blocks are merged by m' = max(m1, m2), c = exp(m - m') and
+    weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)          # the same, and the casts too
+Here the scores never leave the registers: `attend` does both products, the mask, ALiBi and the
+softmax, in float32. This is possible because softmax can be computed in blocks of slots. For each
+block, with scores a and values v, let
+    m = max(a),    l = sum exp(a - m),    acc = sum exp(a - m) v
+Two blocks are merged by m' = max(m1, m2), c = exp(m - m') and
     l' = c1 l1 + c2 l2,    acc' = c1 acc1 + c2 acc2,    softmax(a) v = acc' / l'
-This is exact for any division into blocks. Prefill computes the blocks one after the other (FlashAttention-2,
-arXiv:2307.08691). Decode computes them on many multiprocessors, and then merges the results (flash-decoding). With S =
-T = 8192 and 32 heads, the two lines and the products around them would read or write every score six times, 26 GB in
-bfloat16; q, k, v and the result are 0.2 GB. Decode reads each live key and value once, 2 T K E elements, and nothing
-beyond the row's own length. Positions are read on the device, so that one captured CUDA graph serves every length.
+This is exact for any division into blocks. Prefill computes the blocks one after the other
+(FlashAttention-2, arXiv:2307.08691). Decode computes them on many multiprocessors, and then merges
+the results (flash-decoding). With S = T = 8192 and 32 heads, the two lines and the products around
+them would read or write every score six times, 26 GB in bfloat16; q, k, v and the result are 0.2 GB.
+Decode reads each live key and value once, 2 T K E elements, and nothing beyond the row's own length.
+Positions are read on the device, so that one captured CUDA graph serves every length.
 
-**Products** with at most 16 new tokens a row are limited by reading the weights: N C bits / 8 bytes, and 2 or 4 more
-bytes a group. Each weight is read once for 8 rows, 128 bytes of a matrix row at a time, and unpacked in registers.
-Operations next to the product are fused with it: RMSNorm (its division applies to a whole row, so it can follow the
-sum), bias, SwiGLU and the residual. A Llama block takes 7 launches: qkv, rotary with cache write, attention, its merge,
-out, gate_up, down; and one more for each product whose columns are split.
+**Products** with at most 16 new tokens a row are limited by reading the weights: N C bits / 8 bytes,
+and 2 or 4 more bytes a group. Each weight is read once for 8 rows, 128 bytes of a matrix row at a
+time, and unpacked in registers. Operations next to the product are fused with it: RMSNorm (its
+division applies to a whole row, so it can follow the sum), bias, SwiGLU and the residual. A Llama
+block takes 7 launches: qkv, rotary with cache write, attention, its merge, out, gate_up, down; and
+one more for each product whose columns are split.
 
-Every result is summed in an order that does not depend on the batch, the other tokens of its row, or the length of the
-cache: a tile has 8 rows of M whatever M is, the position of a chunk in the cache alone decides to which split it
-belongs, and with do_not_specialize one compiled kernel serves all these sizes. So a batch, and the verification of
-drafts, give the same bits as plain decoding. The price: every 8 rows read the weights again, from the L2 cache. More
-than 16 new tokens a row (prefill) are computed by other kernels, which round differently.
+Every result is summed in an order that does not depend on the batch, the other tokens of its row, or
+the length of the cache: a tile has 8 rows of M whatever M is, the position of a chunk in the cache
+alone decides to which split it belongs, and with do_not_specialize one compiled kernel serves all
+these sizes. So a batch, and the verification of drafts, give the same bits as plain decoding. The
+price: every 8 rows read the weights again, from the L2 cache. More than 16 new tokens a row (prefill)
+are computed by other kernels, which round differently.
 """
 
 import functools
@@ -60,19 +66,23 @@ from layers import MatrixLayer
 from model import Block, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2
-TILE_M = tl.constexpr(8)  # rows of activations in a tile: the fewest that a tensor core takes, padded with zeros
+# Rows of activations in a tile: the fewest that a tensor core takes. Missing rows are zeros.
+TILE_M = tl.constexpr(8)
 QUERIES = tl.constexpr(32)  # queries in a tile of decode attention; a query is one head of one token
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
-SPLITS = tl.constexpr(64)  # programs that share the chunks of a row in decode: chunk c belongs to split c % SPLITS
+# Programs that share the chunks of a row in decode: chunk c belongs to split c % SPLITS.
+SPLITS = tl.constexpr(64)
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1 runs kernels on CPU tensors, for tests
+# TRITON_INTERPRET=1 runs the kernels on CPU tensors, for tests.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b in float32; float32 inputs are not rounded to TF32. The interpreter has no bfloat16 products."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+    """acc + a b in float32; float32 inputs are not rounded to TF32."""
+    if INTERPRETED:  # the interpreter has no bfloat16 products
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
@@ -82,21 +92,24 @@ def dot(a, b, acc):
 @triton.jit
 def attend(
     q, acc, m, l, k_base, v_base, pos, slope, chunk, stop, first, last, scale, window, E,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, MASKED: tl.constexpr,
+    ALIBI: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Update the softmax state (acc, m, l) of each query with the chunks range(chunk, stop, STEP), of WIDTH slots each.
+    """Update the softmax state (acc, m, l) of each query with the chunks range(chunk, stop, STEP),
+    of WIDTH slots each.
 
-    q (Q,BLOCK_E). m (Q,) is the largest score so far, times LOG2E; l (Q,) is the sum of exp(score - m); acc (Q,BLOCK_E)
-    is the sum of exp(score - m) * value. No query sees slots outside first..last. MASKED: some slots of these chunks
-    are not visible to all queries.
+    q (Q,BLOCK_E). m (Q,) is the largest score so far, times LOG2E; l (Q,) is the sum of
+    exp(score - m); acc (Q,BLOCK_E) is the sum of exp(score - m) * value. No query sees slots outside
+    first..last. MASKED: some slots of these chunks are not visible to all queries.
     """
     e = tl.arange(0, BLOCK_E)
     for c in range(chunk, stop, STEP):
         t = c * WIDTH + tl.arange(0, WIDTH)
-        inside = ((t >= first) & (t <= last))[:, None] & (e < E)[None, :] if MASKED else (e < E)[None, :]
         where = t[:, None] * E + e[None, :]
-        k = tl.load(k_base + where, mask=inside, other=0.0)  # (WIDTH,BLOCK_E); other slots may hold NaN
+        inside = (e < E)[None, :]
+        if MASKED:
+            inside = ((t >= first) & (t <= last))[:, None] & inside  # other slots may hold NaN
+        k = tl.load(k_base + where, mask=inside, other=0.0)  # (WIDTH,BLOCK_E)
         scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], WIDTH), tl.float32)) * scale
         if ALIBI:
             scores += slope[:, None] * (t[None, :] - pos[:, None]).to(tl.float32)
@@ -105,8 +118,10 @@ def attend(
             if WINDOW:
                 visible &= t[None, :] > pos[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
+
         m_new = tl.maximum(m, tl.max(scores, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # if no slot was visible yet, -inf - -inf would be NaN
+        # While no slot was visible, m_new is -inf, and -inf - -inf would be NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - m_safe[:, None])
         rescale = tl.exp2(m - m_safe)
         l = l * rescale + tl.sum(weights, 1)
@@ -117,18 +132,35 @@ def attend(
 
 
 @triton.jit
-def load_queries(q, input_pos, slopes, b, head, at, S, H, E, HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Load the queries with the indices `at` (Q,), which count the heads of a group within each token.
+def load_queries(
+    q, input_pos, slopes, b, head, at, S, H, E, HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """Load the queries with the indices `at` (Q,), which count the heads of a group within each
+    token.
 
-    Returns their values, positions, ALiBi slopes, indices in (B,S,H), and whether each query exists."""
-    token, h = at // HEADS_PER_KV, head * HEADS_PER_KV + at % HEADS_PER_KV
+    Returns their values, positions, ALiBi slopes, indices in (B,S,H), and whether each query exists.
+    """
+    token = at // HEADS_PER_KV
+    h = head * HEADS_PER_KV + at % HEADS_PER_KV
     valid = token < S
     pos = tl.load(input_pos + b * S + token, mask=valid, other=-1).to(tl.int32)
     place = (b * S + token) * H + h
     e = tl.arange(0, BLOCK_E)
-    values = tl.load(q + place[:, None] * E + e[None, :], mask=valid[:, None] & (e < E)[None, :], other=0.0)
-    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if slopes is not None else tl.zeros_like(pos)
+    inside = valid[:, None] & (e < E)[None, :]
+    values = tl.load(q + place[:, None] * E + e[None, :], mask=inside, other=0.0)
+    slope = tl.zeros_like(pos)
+    if slopes is not None:
+        slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E
     return values, pos, slope, place, valid
+
+
+@triton.jit
+def cache_row(rows, b):
+    """The row of the cache that batch row b uses, as int64."""
+    row = b
+    if rows is not None:
+        row = tl.load(rows + b)
+    return row.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["S", "T"])
@@ -136,75 +168,102 @@ def decode_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
     HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Flash-decoding: a tile of queries of one key/value head attends to one split of the chunks of its row.
+    """Flash-decoding: a tile of queries of one key/value head attends to one split of the chunks of
+    its row.
 
-    Grid (SPLITS, tiles of queries, B * K). Writes acc to parts (B,S,H,SPLITS,E), m and l to stats (B,S,H,SPLITS,2).
+    Grid (SPLITS, tiles of queries, B * K). Writes acc to parts (B,S,H,SPLITS,E), m and l to stats
+    (B,S,H,SPLITS,2).
     """
-    split, K = tl.program_id(0), H // HEADS_PER_KV
-    b, head = tl.program_id(2) // K, tl.program_id(2) % K
+    split = tl.program_id(0)
+    K = H // HEADS_PER_KV
+    b = tl.program_id(2) // K
+    head = tl.program_id(2) % K
     at = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     q, pos, slope, place, valid = load_queries(q, input_pos, slopes, b, head, at, S, H, E, HEADS_PER_KV, BLOCK_E)
-    last, first = tl.max(pos, 0), 0
+
+    last = tl.max(pos, 0)
+    first = 0
     if WINDOW:
-        first = tl.maximum(tl.min(tl.where(pos < 0, last, pos), 0) - window + 1, 0)
+        oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # the first position that is not padding
+        first = tl.maximum(oldest - window + 1, 0)
     begin = first // CHUNK
-    chunk, stop = begin + (split + SPLITS - begin % SPLITS) % SPLITS, (last + CHUNK) // CHUNK
+    chunk = begin + (split + SPLITS - begin % SPLITS) % SPLITS  # the first chunk of this split
+    stop = (last + CHUNK) // CHUNK
+
     place = place.to(tl.int64) * SPLITS + split
     m = tl.full((QUERIES,), float("-inf"), tl.float32)
     if chunk < stop:  # otherwise this split has no chunk
-        row = tl.load(rows + b) if rows is not None else b
-        base = (row.to(tl.int64) * K + head) * T * E
-        l, acc = tl.zeros_like(m), tl.zeros((QUERIES, BLOCK_E), tl.float32)
+        base = (cache_row(rows, b) * K + head) * T * E
+        l = tl.zeros_like(m)
+        acc = tl.zeros((QUERIES, BLOCK_E), tl.float32)
         acc, m, l = attend(
-            q, acc, m, l, k_cache + base, v_cache + base, pos, slope, chunk, stop, first, last, scale, window, E,
-            SPLITS, CHUNK, BLOCK_E, True, slopes is not None, WINDOW,
+            q, acc, m, l, k_cache + base, v_cache + base, pos, slope, chunk, stop, first, last,
+            scale, window, E, SPLITS, CHUNK, BLOCK_E, True, slopes is not None, WINDOW,
         )  # fmt: skip
         e = tl.arange(0, BLOCK_E)
-        tl.store(parts + place[:, None] * E + e[None, :], acc, mask=valid[:, None] & (e < E)[None, :])
+        inside = valid[:, None] & (e < E)[None, :]
+        tl.store(parts + place[:, None] * E + e[None, :], acc, mask=inside)
         tl.store(stats + place * 2 + 1, l, mask=valid)
     tl.store(stats + place * 2, m, mask=valid)
 
 
 @triton.jit
 def merge_kernel(parts, stats, out, E, BLOCK_E: tl.constexpr):
-    """Merge the splits of a query: grid (B * S * H,). All SPLITS are summed in a fixed order, also empty ones."""
+    """Merge the splits of a query: grid (B * S * H,). All SPLITS are summed in a fixed order, also
+    those without chunks."""
     place = tl.program_id(0).to(tl.int64)
-    split, e = tl.arange(0, SPLITS), tl.arange(0, BLOCK_E)
+    split = tl.arange(0, SPLITS)
+    e = tl.arange(0, BLOCK_E)
     m = tl.load(stats + (place * SPLITS + split) * 2)
     seen = m > float("-inf")  # decode_kernel writes nothing but m for a split without chunks
     l = tl.load(stats + (place * SPLITS + split) * 2 + 1, mask=seen, other=0.0)
     where = (place * SPLITS + split)[:, None] * E + e[None, :]
-    part = tl.load(parts + where, mask=seen[:, None] & (e < E)[None, :], other=0.0)  # (SPLITS,BLOCK_E)
+    inside = seen[:, None] & (e < E)[None, :]
+    part = tl.load(parts + where, mask=inside, other=0.0)  # (SPLITS,BLOCK_E)
+
     factor = tl.where(seen, tl.exp2(m - tl.max(tl.where(seen, m, -1e38), 0)), 0.0)
     total = tl.sum(factor * l, 0)
-    y = tl.sum(factor[:, None] * part, 0) / tl.where(total > 0, total, 1.0)  # padding sees no slot; its result is 0
+    total = tl.where(total > 0, total, 1.0)  # padding sees no slot; its result is 0
+    y = tl.sum(factor[:, None] * part, 0) / total
     tl.store(out + place * E + e, y.to(out.dtype.element_ty), mask=e < E)
 
 
 @triton.jit(do_not_specialize=["S", "T"])
 def prefill_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
-    HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_S: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks that are in its future or before its window,
-    and masks only chunks that are partly visible. Tiles with the most chunks start first."""
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    """FlashAttention-2: grid (tiles of S, B * H). A tile skips the chunks that are in its future or
+    before its window, and masks only chunks that are partly visible. Tiles with the most chunks
+    start first."""
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     at = tile * BLOCK_S + tl.arange(0, BLOCK_S)
-    slope_of = slopes + h if slopes is not None else None
+    slope_of = slopes
+    if slopes is not None:
+        slope_of = slopes + h
     q, pos, slope, place, valid = load_queries(q + h * E, input_pos, slope_of, b, 0, at, S, H, E, 1, BLOCK_E)
-    last, first = tl.max(pos, 0), 0
+    base = (cache_row(rows, b) * (H // HEADS_PER_KV) + h // HEADS_PER_KV) * T * E
+    k = k_cache + base
+    v = v_cache + base
+
+    last = tl.max(pos, 0)
     oldest = tl.min(tl.where(pos < 0, last, pos), 0)  # the first position that is not padding
+    first = 0
     if WINDOW:
         first = tl.maximum(oldest - window + 1, 0)
-    row = tl.load(rows + b) if rows is not None else b
-    base = (row.to(tl.int64) * (H // HEADS_PER_KV) + h // HEADS_PER_KV) * T * E
-    begin, stop = first // WIDTH, (last + WIDTH) // WIDTH
-    full, diagonal = begin, tl.minimum(tl.maximum((oldest + 1) // WIDTH, begin), stop)
+    begin = first // WIDTH
+    stop = (last + WIDTH) // WIDTH
+    full = begin  # the first chunk that is within the windows of all queries
+    diagonal = (oldest + 1) // WIDTH  # the first chunk that is partly in the future
+    diagonal = tl.minimum(tl.maximum(diagonal, begin), stop)
+
     m = tl.full((BLOCK_S,), float("-inf"), tl.float32)
-    l, acc = tl.zeros_like(m), tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
+    l = tl.zeros_like(m)
+    acc = tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
     ALIBI: tl.constexpr = slopes is not None
-    k, v = k_cache + base, v_cache + base
     if WINDOW:
         full = tl.minimum((tl.maximum(last - window + 1, 0) + WIDTH - 1) // WIDTH, stop)
         diagonal = tl.maximum(diagonal, full)
@@ -220,50 +279,58 @@ def prefill_kernel(
         q, acc, m, l, k, v, pos, slope, diagonal, stop, first, last, scale, window, E,
         1, WIDTH, BLOCK_E, True, ALIBI, WINDOW,
     )  # fmt: skip
+
     y = tl.where((pos >= 0)[:, None], acc / tl.where(l > 0, l, 1.0)[:, None], 0.0)
     e = tl.arange(0, BLOCK_E)
     where = (place[:, None] + h) * E + e[None, :]
-    tl.store(out + where, y.to(out.dtype.element_ty), mask=valid[:, None] & (e < E)[None, :])
+    inside = valid[:, None] & (e < E)[None, :]
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
 
 
-# ---------------------------------------------------------------- products: kernels.linear, formats.QuantizedLinear
+# ------------------------------------- products: kernels.linear, formats.QuantizedLinear
 #
-# Quantized weights are packed into 32-bit words (tiles,N,32): a tile holds 128 bytes of each row. Field j (4 or 8 bits)
-# of word i holds column 32 j + i of the tile. Field j of all 32 words is therefore 32 consecutive columns of one group,
-# in the order that the tensor cores need. Scales are (tiles,N,groups of a tile), or (N,) if a row has one. With 4
-# bits a scale is a 32-bit word, whose upper half is the min. Weights that are not quantized stay as they are, (N,C).
+# Quantized weights are packed into 32-bit words (tiles,N,32): a tile holds 128 bytes of each row.
+# Field j (4 or 8 bits) of word i holds column 32 j + i of the tile. Field j of all 32 words is
+# therefore 32 consecutive columns of one group, in the order that the tensor cores need. Scales are
+# (tiles,N,groups of a tile), or (N,) if a row has one. With 4 bits a scale is a 32-bit word, whose
+# upper half is the min. Weights that are not quantized are not packed, (N,C).
 
 TILE_BITS = tl.constexpr(1024)
 
 
 @triton.jit
 def load_tile(weight, t, row, N, C, BITS: tl.constexpr, EVEN: tl.constexpr):
-    """Load tile t of these rows: words (BLOCK_N,32), or weights (BLOCK_N,columns) that are not quantized."""
+    """Load tile t of these rows: words (BLOCK_N,32), or weights (BLOCK_N,columns) that are not
+    quantized."""
     if BITS < 16:
         start = (row.to(tl.int64) + t * N) * 32
-        tile = tl.load(weight + start[:, None] + tl.arange(0, 32)[None, :], eviction_policy="evict_first")
+        where = start[:, None] + tl.arange(0, 32)[None, :]
+        tile = tl.load(weight + where, eviction_policy="evict_first")
     else:
         COLUMNS: tl.constexpr = TILE_BITS // BITS
         c = t * COLUMNS + tl.arange(0, COLUMNS)
-        where = weight + row.to(tl.int64)[:, None] * C + c[None, :]
+        where = row.to(tl.int64)[:, None] * C + c[None, :]
         if EVEN:
-            tile = tl.load(where, eviction_policy="evict_first")
+            tile = tl.load(weight + where, eviction_policy="evict_first")
         else:
-            tile = tl.load(where, mask=(c < C)[None, :], other=0.0)
+            tile = tl.load(weight + where, mask=(c < C)[None, :], other=0.0)
     return tile
 
 
 @triton.jit
 def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Field j of all words as numbers of this dtype. For int4 in bfloat16 it returns 128 + q instead of q.
+    """Field j of all words as numbers of this dtype. For int4 in bfloat16 it returns 128 + q instead
+    of q.
 
-    128 is 0x4300 in bfloat16, and the last bit of its fraction has the value 1. So `0x4300 | q` is 128 + q, and one
-    operation does this for two values. Converting integers would take many times as long as the product.
+    128 is 0x4300 in bfloat16, and the last bit of its fraction has the value 1. So `0x4300 | q` is
+    128 + q, and one operation does this for two values. Converting integers would take many times
+    as long as the product.
     """
     if BITS >= 16:
         values = words
     elif BITS == 8:
-        values = ((words << (24 - 8 * j)) >> 24).to(tl.float32).to(dtype)  # these shifts extend the sign
+        field = (words << (24 - 8 * j)) >> 24  # these shifts extend the sign
+        values = field.to(tl.float32).to(dtype)
     elif dtype == tl.bfloat16:
         two = ((words >> (4 * (j % 4))) & 0x000F000F) | 0x43004300
         values = (two >> (16 * (j // 4))).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -273,15 +340,19 @@ def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def epilogue(y, up, squares, bias, residual, out, m, n, M, N, C, eps, GATED: tl.constexpr):
-    """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M), and store the result.
+def epilogue(
+    y, up, squares, bias, residual, out, m, n, M, N, C, eps, GATED: tl.constexpr
+):  # fmt: skip
+    """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M),
+    and store the result.
 
-    squares (TILE_M,) are the sums of the squares of x."""
+    squares (TILE_M,): the sums of the squares of x."""
     inside = (n < N)[:, None] & (m < M)[None, :]
     place = m.to(tl.int64)[None, :] * N + n[:, None]
     if squares is not None:
         inverse = tl.rsqrt(squares / C + eps)[None, :]
-        y, up = y * inverse, up * inverse
+        y = y * inverse
+        up = up * inverse
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -310,23 +381,41 @@ def apply_scales(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def load_inputs(x, norm, square, m, c, M, C, EVEN: tl.constexpr):
-    """x (WIDTH,TILE_M) in these rows and columns, times the norm's weights, and square plus the squares of x."""
-    inside = (m < M)[None, :] if EVEN else (m < M)[None, :] & (c < C)[:, None]
+    """x (WIDTH,TILE_M) in these rows and columns, times the norm's weights, and square plus the
+    squares of x."""
+    inside = (m < M)[None, :]
+    if not EVEN:
+        inside = inside & (c < C)[:, None]
     part = tl.load(x + m[None, :] * C + c[:, None], mask=inside, other=0.0)
     if norm is not None:
         value = part.to(tl.float32)
         square += value * value
-        factor = tl.load(norm + c) if EVEN else tl.load(norm + c, mask=c < C, other=0.0)
+        if EVEN:
+            factor = tl.load(norm + c)
+        else:
+            factor = tl.load(norm + c, mask=c < C, other=0.0)
         part = (value * factor.to(tl.float32)[:, None]).to(part.dtype)
     return part, square
 
 
 @triton.jit
-def store_parts(y, up, square_sum, parts, squares, split, m, n, M, N, GATED: tl.constexpr):
-    """Store the sums y and up (BLOCK_N,TILE_M) and square_sum (TILE_M,) of one split of the columns, for
-    reduce_kernel."""
+def parts_row(split, m, M, GATED: tl.constexpr):
+    """The rows (TILE_M,) of parts, as (SPLIT_K * 1 or 2 * M,N), that hold the sums y of this split.
+    The sums up follow M rows later."""
+    row = split * M + m
+    if GATED:
+        row = split * 2 * M + m
+    return row
+
+
+@triton.jit
+def store_parts(
+    y, up, square_sum, parts, squares, split, m, n, M, N, GATED: tl.constexpr
+):  # fmt: skip
+    """Store the sums y and up (BLOCK_N,TILE_M) and square_sum (TILE_M,) of one split of the columns,
+    for reduce_kernel."""
     inside = (n < N)[:, None] & (m < M)[None, :]
-    at = split * M + m if not GATED else split * 2 * M + m
+    at = parts_row(split, m, M, GATED)
     tl.store(parts + at.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
     if GATED:
         tl.store(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], up, mask=inside)
@@ -337,15 +426,17 @@ def store_parts(y, up, square_sum, parts, squares, split, m, n, M, N, GATED: tl.
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, weight, scales, bias, norm, residual, out, parts, squares, M, N, C, eps,
-    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, SPLIT_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """x (M,C), after an optional RMSNorm, @ weight (N or 2N,C)^T: grid (tiles of M, tiles of N, SPLIT_K).
+    """x (M,C), after an optional RMSNorm, @ weight (N or 2N,C)^T: grid (tiles of M, tiles of N,
+    SPLIT_K).
 
-    GROUPSIZE: columns that share a scale; 0 if a row has one scale or none. EVEN: C is a multiple of a tile's columns.
-    SPLIT_K > 1: the columns are split over several programs (split-K), which write float32 sums to parts (SPLIT_K,1 or
-    2,M,N) and squares (SPLIT_K,M); reduce_kernel adds them. The weights are the left operand of tl.dot, because then 8
-    rows of x fill a tensor core's operand; as the left operand x would need 16 rows.
+    GROUPSIZE: columns that share a scale; 0 if a row has one scale or none. EVEN: C is a multiple of
+    a tile's columns. SPLIT_K > 1: the columns are split over several programs (split-K), which write
+    float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares (SPLIT_K,M); reduce_kernel adds them. The
+    weights are the left operand of tl.dot, because then 8 rows of x fill a tensor core's operand; as
+    the left operand x would need 16 rows.
     """
     # The first grid dimension is M, so that tiles with the same weights run together.
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
@@ -361,20 +452,29 @@ def linear_kernel(
     row = tl.where(n < N, n, 0)
     tiles = tl.cdiv(C, COLUMNS)
     each = tl.cdiv(tiles, SPLIT_K)
+
     ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
-    total, square = tl.zeros((BLOCK_N, TILE_M), tl.float32), tl.zeros((WIDTH, TILE_M), tl.float32)
-    total_up, sum_x = total, total
+    zeros = tl.zeros((BLOCK_N, TILE_M), tl.float32)
+    total = zeros
+    total_up = zeros
+    sum_x = zeros
+    square = tl.zeros((WIDTH, TILE_M), tl.float32)
     for t in range(split * each, tl.minimum(split * each + each, tiles)):
         words = load_tile(weight, t, row, ROWS, C, BITS, EVEN)
-        words_up = load_tile(weight, t, row + N, ROWS, C, BITS, EVEN) if GATED else words
+        words_up = words
+        if GATED:
+            words_up = load_tile(weight, t, row + N, ROWS, C, BITS, EVEN)
         for g in tl.static_range(GROUPS):  # fields g * EACH + i
-            y = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUPSIZE else total
-            up = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUPSIZE else total_up
-            sum_x = tl.zeros((BLOCK_N, TILE_M), tl.float32) if GROUPSIZE else sum_x
+            y = total
+            up = total_up
+            if GROUPSIZE:  # each group has sums of its own
+                y = zeros
+                up = zeros
+                sum_x = zeros
             for i in tl.static_range(EACH):
                 c = t * COLUMNS + (g * EACH + i) * WIDTH + tl.arange(0, WIDTH)
                 part, square = load_inputs(x, norm, square, m, c, M, C, EVEN)
-                if BITS == 4:  # on the idle tensor cores, which give each thread the sums that it needs
+                if BITS == 4:  # on the idle tensor cores, which give each thread the sums it needs
                     sum_x = dot(ones, part, sum_x)
                 y = dot(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
                 if GATED:
@@ -385,12 +485,16 @@ def linear_kernel(
                 if GATED:
                     total_up += apply_scales(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
             else:
-                total, total_up = y, up
+                total = y
+                total_up = up
+
     if scales is not None and GROUPSIZE == 0:
         total = apply_scales(total, sum_x, scales + row, BITS, OFFSET)
         if GATED:
             total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, OFFSET)
-    square_sum = tl.sum(square, 0) if norm is not None else None
+    square_sum = None
+    if norm is not None:
+        square_sum = tl.sum(square, 0)
     if SPLIT_K == 1:
         epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
     else:
@@ -407,15 +511,21 @@ def reduce_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (n < N)[:, None] & (m < M)[None, :]
     total = tl.zeros((BLOCK_N, TILE_M), tl.float32)
-    total_up, square = total, tl.zeros((TILE_M,), tl.float32)
+    total_up = total
+    square = tl.zeros((TILE_M,), tl.float32)
     for split in tl.static_range(SPLIT_K):
-        at = split * M + m if not GATED else split * 2 * M + m
-        total += tl.load(parts + at.to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
+        at = parts_row(split, m, M, GATED)
+        where = at.to(tl.int64)[None, :] * N + n[:, None]
+        total += tl.load(parts + where, mask=inside, other=0.0)
         if GATED:
-            total_up += tl.load(parts + (at + M).to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0.0)
+            where = (at + M).to(tl.int64)[None, :] * N + n[:, None]
+            total_up += tl.load(parts + where, mask=inside, other=0.0)
         if squares is not None:
             square += tl.load(squares + split * M + m, mask=m < M, other=0.0)
-    square_sum = square if squares is not None else None
+
+    square_sum = None
+    if squares is not None:
+        square_sum = square
     epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
 
 
@@ -426,7 +536,8 @@ def matmul_kernel(
 ):  # fmt: skip
     """x (M,C) with many rows @ quantized weight (N,C)^T: grid (tiles of M, tiles of N).
 
-    It is limited by arithmetic. A weight is unpacked once for BLOCK_M rows, to the reference's value in x's dtype.
+    It is limited by arithmetic. A weight is unpacked once for BLOCK_M rows, to the reference's value
+    in x's dtype.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -434,60 +545,75 @@ def matmul_kernel(
     FIELDS: tl.constexpr = 32 // BITS
     GROUPS: tl.constexpr = 32 * FIELDS // GROUPSIZE if GROUPSIZE else 1
     OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
+    one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
+
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for t in range(0, tl.cdiv(C, 32 * FIELDS)):
         words = load_tile(weight, t, row, N, C, BITS, True)
         for j in tl.static_range(FIELDS):
             c = (t * FIELDS + j) * 32 + tl.arange(0, 32)
             inside = (m < M)[:, None] & (c < C)[None, :]
-            part = tl.load(x + m.to(tl.int64)[:, None] * C + c[None, :], mask=inside, other=0.0)
-            place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS if GROUPSIZE else scales + row
-            one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
-            w = apply_scales(unpack(words, j, BITS, part.dtype).to(tl.float32), one, place, BITS, OFFSET)
+            where = m.to(tl.int64)[:, None] * C + c[None, :]
+            part = tl.load(x + where, mask=inside, other=0.0)
+            place = scales + row
+            if GROUPSIZE:
+                place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS
+            levels = unpack(words, j, BITS, part.dtype).to(tl.float32)
+            w = apply_scales(levels, one, place, BITS, OFFSET)
             total = dot(part, tl.trans(w.to(part.dtype)), total)
+
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-# ---------------------------------------------------------------- positions and norms: positions.rotate, layers.RMSNorm
+# ------------------------------------- positions and norms: positions.rotate, layers.RMSNorm
 
 
 @triton.jit(do_not_specialize=["S", "T"])
 def rotary_kernel(
-    qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, out, S, T, H, K, E, eps, BLOCK_E: tl.constexpr
-):
-    """QK-norm and RoPE of one head of one token: grid (B * S, H + 2 K). Writes queries to out (B,S,H,E), and keys and
-    values to their cache slots; position -1 is the last slot. Each element is read and written once."""
-    token, head = tl.program_id(0), tl.program_id(1)
+    qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, out, S, T, H, K, E, eps,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """QK-norm and RoPE of one head of one token: grid (B * S, H + 2 K). Writes queries to out
+    (B,S,H,E), and keys and values to their cache slots; position -1 is the last slot. Each element
+    is read and written once."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
     e = tl.arange(0, BLOCK_E)
     inside = e < E
     pair = (e + E // 2) % E
     start = (token.to(tl.int64) * (H + 2 * K) + head) * E
     value = tl.load(qkv + start + e, mask=inside, other=0.0).to(tl.float32)
-    if head < H + K:
+
+    if head < H + K:  # values have neither norm nor RoPE
         other = tl.load(qkv + start + pair, mask=inside, other=0.0).to(tl.float32)
         if q_norm is not None:
             inverse = tl.rsqrt(tl.sum(value * value, 0) / E + eps)
             is_query = (head < H) & inside
             is_key = (head >= H) & inside
-            weight = tl.load(q_norm + e, mask=is_query, other=0.0) + tl.load(k_norm + e, mask=is_key, other=0.0)
-            weights = tl.load(q_norm + pair, mask=is_query, other=0.0) + tl.load(k_norm + pair, mask=is_key, other=0.0)
-            value = (value * inverse * weight.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
-            other = (other * inverse * weights.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+            weight = tl.load(q_norm + e, mask=is_query, other=0.0)
+            weight += tl.load(k_norm + e, mask=is_key, other=0.0)
+            weight_of_pair = tl.load(q_norm + pair, mask=is_query, other=0.0)
+            weight_of_pair += tl.load(k_norm + pair, mask=is_key, other=0.0)
+            value = value * inverse * weight.to(tl.float32)
+            other = other * inverse * weight_of_pair.to(tl.float32)
+            value = value.to(qkv.dtype.element_ty).to(tl.float32)
+            other = other.to(qkv.dtype.element_ty).to(tl.float32)
         if cos is not None:
             rotated = value * tl.load(cos + token * E + e, mask=inside, other=0.0)
             value = rotated + other * tl.load(sin + token * E + e, mask=inside, other=0.0)
+
     value = value.to(qkv.dtype.element_ty)
     if head < H:
         tl.store(out + (token.to(tl.int64) * H + head) * E + e, value, mask=inside)
     else:
-        b = token // S
-        row = tl.load(rows + b) if rows is not None else b
         position = tl.load(input_pos + token)
         slot = tl.where(position < 0, position + T, position).to(tl.int64)
-        place = ((row.to(tl.int64) * K + (head - H) % K) * T + slot) * E + e
+        row = cache_row(rows, token // S)
+        place = ((row * K + (head - H) % K) * T + slot) * E + e
         if head < H + K:
             tl.store(k_cache + place, value, mask=inside)
         else:
@@ -496,13 +622,15 @@ def rotary_kernel(
 
 @triton.jit
 def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK_D: tl.constexpr):
-    """RMSNorm of a row, or LayerNorm if SUBTRACT_MEAN: grid (M,). The order of a row's sum does not depend on M."""
+    """RMSNorm of a row, or LayerNorm if SUBTRACT_MEAN: grid (M,). The order of a row's sum does not
+    depend on M."""
     d = tl.arange(0, BLOCK_D)
     start = tl.program_id(0).to(tl.int64) * D
     value = tl.load(x + start + d, mask=d < D, other=0.0).to(tl.float32)
     if SUBTRACT_MEAN:
         value = tl.where(d < D, value - tl.sum(value, 0) / D, 0.0)
-    y = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * tl.load(weight + d, mask=d < D).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+    y = value * inverse * tl.load(weight + d, mask=d < D).to(tl.float32)
     if bias is not None:
         y += tl.load(bias + d, mask=d < D).to(tl.float32)
     tl.store(out + start + d, y.to(out.dtype.element_ty), mask=d < D)
@@ -515,27 +643,41 @@ MIN_TILES_PER_SPLIT = 8  # with fewer tiles, a program ends before enough loads 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    if device.type != "cuda":
+        return 132  # as many as an H100 has
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def default_tiles(bits: int, N: int, C: int, processors: int) -> dict:
     """Tile sizes of a product with few rows, chosen by its shape and never by M.
 
-    Tiles are wide, or narrow if wide ones would not occupy all multiprocessors. (A tile of 16 outputs has one warp,
-    which cannot unpack weights as fast as they arrive, so only plain weights have such tiles.) If narrow tiles are
-    still too few, the columns are split, which costs a second launch for the sum."""
-    enough, split_k = processors * 5 // 4, 1
-    blocks = (64, 32, 16) if bits >= 16 else (64, 32)
+    Tiles are wide, or narrow if wide ones would not occupy all multiprocessors. (A tile of 16
+    outputs has one warp, which cannot unpack weights as fast as they arrive, so only weights that
+    are not quantized have such tiles.) If narrow tiles are still too few, the columns are split,
+    which costs a second launch for the sum."""
+    enough = processors * 5 // 4
+    blocks = [64, 32]
+    if bits >= 16:
+        blocks.append(16)
     block = next((block for block in blocks if triton.cdiv(N, block) >= enough), blocks[-1])
+
+    split_k = 1
+    programs = triton.cdiv(N, block)
     tiles = triton.cdiv(C * bits, TILE_BITS.value)
-    while triton.cdiv(N, block) * split_k < enough and split_k < 8 and tiles >= 2 * split_k * MIN_TILES_PER_SPLIT:
+    while programs * split_k < enough and split_k < 8 and tiles >= 2 * split_k * MIN_TILES_PER_SPLIT:
         split_k *= 2
-    stages = 4 if block == 64 else 5 if bits < 16 else 6
+
+    stages = 4
+    if block < 64:
+        stages = 5 if bits < 16 else 6
     return {"BLOCK_N": block, "SPLIT_K": split_k, "num_warps": block // 16, "num_stages": stages}
 
 
 def tile_key(bits: int, groupsize: int, N: int, C: int, gated: bool) -> str:
-    return f"{bits} bits, groups of {groupsize}, {'2 x ' if gated else ''}{N} x {C}"
+    shape = f"{N} x {C}"
+    if gated:
+        shape = f"2 x {shape}"
+    return f"{bits} bits, groups of {groupsize}, {shape}"
 
 
 def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device: torch.device) -> dict:
@@ -544,14 +686,17 @@ def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device:
 
 
 def tuning_file(device: torch.device) -> Path:
-    name = torch.cuda.get_device_name(device).replace(" ", "-") if device.type == "cuda" else "cpu"
+    name = "cpu"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).replace(" ", "-")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
     return folder / f"triton-tiles-{triton.__version__}-{name}.json"
 
 
 @functools.cache
 def tuned_tiles(device: torch.device) -> dict:
-    """The results of benchmarks/gpu_kernels.py --tune on this device, by tile_key. The file is read once."""
+    """The results of benchmarks/gpu_kernels.py --tune on this device, by tile_key. The file is read
+    once."""
     try:
         return json.loads(tuning_file(device).read_text())
     except (OSError, ValueError, RuntimeError):
@@ -562,32 +707,48 @@ def tuned_tiles(device: torch.device) -> dict:
 
 
 def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
-    """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by prefill_kernel."""
+    """kernels.attention, by decode_kernel for up to MAX_DECODE_TOKENS new tokens a row, or else by
+    prefill_kernel."""
     B, S, H, E = q.shape
     K, T = k_cache.shape[1:3]
-    heads_per_kv, block = H // K, max(16, triton.next_power_of_2(E))
-    q, input_pos = q.contiguous(), input_pos.contiguous()
-    places = (input_pos, rows, slopes)
-    values = (S, T, H, E, scale * LOG2E.value, window or 0)
-    settings = {"HEADS_PER_KV": heads_per_kv, "BLOCK_E": block, "WINDOW": window is not None}
+    group = H // K
+    block = max(16, triton.next_power_of_2(E))
+    settings = {"HEADS_PER_KV": group, "BLOCK_E": block, "WINDOW": window is not None}
+    window = window or 0
+    scale = scale * LOG2E.value
+    q = q.contiguous()
+    input_pos = input_pos.contiguous()
     out = torch.empty_like(q)
+
     with torch.cuda.device_of(q):
         if S <= MAX_DECODE_TOKENS:
-            parts, stats = (q.new_empty(B, S, H, SPLITS.value, n, dtype=torch.float32) for n in (E, 2))
-            grid = (SPLITS.value, triton.cdiv(S * heads_per_kv, QUERIES.value), B * K)
+            splits = SPLITS.value
+            parts = q.new_empty(B, S, H, splits, E, dtype=torch.float32)
+            stats = q.new_empty(B, S, H, splits, 2, dtype=torch.float32)
+            grid = (splits, triton.cdiv(S * group, QUERIES.value), B * K)
             settings |= decode_tiles(block, q.dtype)
-            decode_kernel[grid](q, k_cache, v_cache, *places, parts, stats, *values, **settings)
+            decode_kernel[grid](
+                q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
+                **settings,
+            )  # fmt: skip
             merge_kernel[(B * S * H,)](parts, stats, out, E, block, num_warps=4)
         else:
-            tiles = prefill_tiles(block, q.dtype)
-            grid = (triton.cdiv(S, tiles["BLOCK_S"]), B * H)
-            prefill_kernel[grid](q, k_cache, v_cache, *places, out, *values, **settings, **tiles)
+            settings |= prefill_tiles(block, q.dtype)
+            grid = (triton.cdiv(S, settings["BLOCK_S"]), B * H)
+            prefill_kernel[grid](
+                q, k_cache, v_cache, input_pos, rows, slopes, out, S, T, H, E, scale, window,
+                **settings,
+            )  # fmt: skip
     return out
 
 
 def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
     key_bytes = block_e * dtype.itemsize
-    return {"num_warps": 8 if key_bytes > 256 else 4, "num_stages": 2 if key_bytes >= 256 else 3}
+    if key_bytes > 256:
+        return {"num_warps": 8, "num_stages": 2}
+    if key_bytes == 256:
+        return {"num_warps": 4, "num_stages": 2}
+    return {"num_warps": 4, "num_stages": 3}
 
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
@@ -599,38 +760,48 @@ def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
 
 
 def linear(x, weight, bias):
-    """kernels.linear. A product with many rows is limited by arithmetic; torch's own is the fastest there."""
+    """kernels.linear. A product with many rows is limited by arithmetic; torch's own is the fastest
+    there."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return F.linear(x, weight, bias)
-    return fused_linear(x, weight, None, bias, None, None, len(weight), 8 * weight.itemsize, 0, False, 0.0)
+    bits = 8 * weight.itemsize
+    return fused_linear(x, weight, None, bias, None, None, len(weight), bits, 0, False, 0.0)
 
 
 def fused_linear(x, weight, scales, bias, norm, residual, N, bits, groupsize, gated, eps):
-    """x (...,C) @ weight^T, packed or plain, to (...,N) in x's dtype. gated: weight has 2 N rows, gate and up.
+    """x (...,C) @ weight^T, packed or not, to (...,N) in x's dtype. gated: weight has 2 N rows, gate
+    and up.
 
-    norm (C,): the weight of an RMSNorm before the product; residual (...,N) is added after it. With more than
-    MAX_DECODE_TOKENS new tokens a row, only packed weights are supported, without norm, gate and residual."""
+    norm (C,): the weight of an RMSNorm before the product; residual (...,N) is added after it. With
+    more than MAX_DECODE_TOKENS new tokens a row, only packed weights are supported, without norm,
+    gate and residual."""
     if x.dim() > 2 and x.shape[-2] > MAX_DECODE_TOKENS:
         return matmul(x, weight, scales, bias, N, bits, groupsize)
-    x, C = x.contiguous(), x.shape[-1]
-    M, out = x.numel() // C, x.new_empty(*x.shape[:-1], N)
+    C = x.shape[-1]
+    M = x.numel() // C
+    x = x.contiguous()
+    if residual is not None:
+        residual = residual.contiguous()
+    out = x.new_empty(*x.shape[:-1], N)
+
     tiles = choose_tiles(bits, groupsize, N, C, gated, x.device)
-    block, split_k = tiles["BLOCK_N"], tiles["SPLIT_K"]
-    parts = squares = None
+    block = tiles["BLOCK_N"]
+    split_k = tiles["SPLIT_K"]
+    is_even = C % (TILE_BITS.value // bits) == 0
+    settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": is_even} | tiles
+    parts = None
+    squares = None
     if split_k > 1:
-        parts = x.new_empty(split_k, 2 if gated else 1, M, N, dtype=torch.float32)
-        squares = None if norm is None else x.new_empty(split_k, M, dtype=torch.float32)
-    residual = None if residual is None else residual.contiguous()
+        sums = 2 if gated else 1
+        parts = x.new_empty(split_k, sums, M, N, dtype=torch.float32)
+        if norm is not None:
+            squares = x.new_empty(split_k, M, dtype=torch.float32)
+
     grid = (triton.cdiv(M, TILE_M.value), triton.cdiv(N, block))
-    settings = {
-        "BITS": bits,
-        "GROUPSIZE": groupsize,
-        "GATED": gated,
-        "EVEN": C % (TILE_BITS.value // bits) == 0,
-    } | tiles
-    tensors = (x, weight, scales, bias, norm, residual, out, parts, squares)
     with torch.cuda.device_of(x):
-        linear_kernel[(*grid, split_k)](*tensors, M, N, C, eps, **settings)
+        linear_kernel[(*grid, split_k)](
+            x, weight, scales, bias, norm, residual, out, parts, squares, M, N, C, eps, **settings
+        )
         if split_k > 1:
             sizes = {"GATED": gated, "SPLIT_K": split_k, "BLOCK_N": block}
             reduce_kernel[grid](parts, squares, bias, residual, out, M, N, C, eps, **sizes)
@@ -639,9 +810,14 @@ def fused_linear(x, weight, scales, bias, norm, residual, N, bits, groupsize, ga
 
 def matmul(x, weight, scales, bias, N, bits, groupsize):
     """x (...,C) @ packed weight^T, (...,N), for many rows."""
-    x, C = x.contiguous(), x.shape[-1]
-    M, out = x.numel() // C, x.new_empty(*x.shape[:-1], N)
-    sizes = {"BLOCK_M": 32, "BLOCK_N": 32} if x.dtype == torch.float32 else {"BLOCK_M": 64, "BLOCK_N": 128}
+    C = x.shape[-1]
+    M = x.numel() // C
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], N)
+
+    sizes = {"BLOCK_M": 64, "BLOCK_N": 128}
+    if x.dtype == torch.float32:
+        sizes = {"BLOCK_M": 32, "BLOCK_N": 32}
     grid = (triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"]))
     sizes |= {"BITS": bits, "GROUPSIZE": groupsize, "num_warps": 4, "num_stages": 3}
     with torch.cuda.device_of(x):
@@ -650,14 +826,23 @@ def matmul(x, weight, scales, bias, N, bits, groupsize):
 
 
 def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, eps):
-    """qkv (B,S,(H+2K)*E), cos and sin of Positions.ropes -> queries (B,S,H,E); keys and values go to the caches."""
+    """qkv (B,S,(H+2K)*E), cos and sin of Positions.ropes -> queries (B,S,H,E); keys and values go to
+    the caches."""
     B, S, _ = qkv.shape
     K, T, E = k_cache.shape[1:]
     out = qkv.new_empty(B, S, H, E)
-    cos, sin = (None, None) if cos is None else (cos.contiguous(), sin.contiguous())
-    tensors = (qkv.contiguous(), cos, sin, q_norm, k_norm, input_pos.contiguous(), rows, k_cache, v_cache, out)
+    qkv = qkv.contiguous()
+    input_pos = input_pos.contiguous()
+    if cos is not None:
+        cos = cos.contiguous()
+        sin = sin.contiguous()
+
+    block = triton.next_power_of_2(E)
     with torch.cuda.device_of(qkv):
-        rotary_kernel[(B * S, H + 2 * K)](*tensors, S, T, H, K, E, eps, triton.next_power_of_2(E), num_warps=1)
+        rotary_kernel[(B * S, H + 2 * K)](
+            qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, out, S, T, H, K, E, eps,
+            block, num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -666,16 +851,20 @@ def rms_norm(x, weight, eps):
 
 
 def layer_norm(x, weight, bias, eps, subtract_mean=True):
-    x, D = x.contiguous(), x.shape[-1]
-    out, block = torch.empty_like(x), triton.next_power_of_2(D)
+    D = x.shape[-1]
+    rows = x.numel() // D
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(D)
     warps = min(16, max(1, block // 512))
     with torch.cuda.device_of(x):
-        norm_kernel[(x.numel() // D,)](x, weight, bias, out, D, eps, subtract_mean, block, num_warps=warps)
+        norm_kernel[(rows,)](x, weight, bias, out, D, eps, subtract_mean, block, num_warps=warps)
     return out
 
 
 def register(library: torch.library.Library, device: str):
-    """Register these functions as the operations of a device. device: a dispatch key of torch, such as "CUDA"."""
+    """Register these functions as the operations of a device. device: a dispatch key of torch, such
+    as "CUDA"."""
     for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm):
         library.impl(function.__name__, function, device)
 
@@ -684,13 +873,14 @@ register(LIBRARY, "CUDA")
 
 # ---------------------------------------------------------------- sampling: sampling.py
 #
-# One program draws one token. It reads its logits once for the maximum and the log-sum-exp. If the temperature is not
-# 0, it also writes the logits after penalties to x (B,S,V) float32, and goes over x for each filter and for the draw.
+# One program draws one token. It reads its logits once for the maximum and the log-sum-exp. If the
+# temperature is not 0, it also writes the logits after penalties to x (B,S,V) float32, and goes over
+# x for each filter and for the draw.
 
 
 @triton.jit
-def scramble(x):
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF  # int64 or uint32
+def scramble(x):  # int64 or uint32
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
 
@@ -703,7 +893,8 @@ def noise_key(seed, position, start: tl.constexpr):
 
 @triton.jit
 def exponential_noise(key, key_2, ids):
-    """-log(1 - u) for uniform u. For u <= 1/2 it is the series of 2 atanh(u / (2 - u)): log is inexact near 1."""
+    """-log(1 - u) for uniform u. For u <= 1/2 it is the series of 2 atanh(u / (2 - u)), because log
+    is inexact near 1."""
     bits = scramble(scramble(ids.to(tl.uint32) ^ key) ^ key_2)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     s = u / (2 - u)
@@ -720,21 +911,27 @@ def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.co
     logits = tl.load(x + at, mask=at < V, other=float("-inf"))
     bits = (logits + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
     order = (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2147483648
-    mass = (tl.exp((logits - largest) * inverse) * 2.0**40).to(tl.int64) if MASSES else (at < V).to(tl.int64)
+    if MASSES:
+        mass = (tl.exp((logits - largest) * inverse) * 2.0**40).to(tl.int64)
+    else:
+        mass = (at < V).to(tl.int64)
     return order, mass
 
 
 @triton.jit
 def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """kernels.top_mass: keep the fewest largest logits of x (V,) whose total mass reaches target; set others to -inf.
+    """kernels.top_mass: keep the fewest largest logits of x (V,) whose total mass reaches target; set
+    others to -inf.
 
-    A radix select finds the lowest logit that is kept, two bits at a time. MASSES: masses are weights, otherwise 1.
+    A radix select finds the lowest logit that is kept, two bits at a time. MASSES: the mass of a
+    logit is its weight; otherwise it is 1.
     """
     lowest = target * 0
     for i in range(16):
         shift = 30 - 2 * i
         one = tl.zeros((BLOCK,), tl.int64)
-        two, three = one, one
+        two = one
+        three = one
         step = (lowest * 0 + 1) << shift
         for start in range(0, V, BLOCK):
             order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
@@ -743,14 +940,16 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
             three += tl.where(order >= lowest + step * 3, mass, 0)
         reached = (tl.sum(one) >= target).to(tl.int64) + (tl.sum(two) >= target).to(tl.int64)
         lowest += step * (reached + (tl.sum(three) >= target).to(tl.int64))
+
     above = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, V, BLOCK):
         order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
         above += tl.where(order > lowest, mass, 0)
-    missing = target - tl.sum(above)  # the mass still needed from logits equal to the lowest, in the order of ids
+    missing = target - tl.sum(above)  # the mass that the logits equal to the lowest must add
+
     for start in range(0, V, BLOCK):
         order, mass = load_order(x, start, V, largest, inverse, MASSES, BLOCK)
-        ties = tl.where(order == lowest, mass, 0)
+        ties = tl.where(order == lowest, mass, 0)  # they are kept in the order of their ids
         kept = (order > lowest) | ((order == lowest) & (tl.cumsum(ties) - ties < missing))
         missing -= tl.sum(ties)
         at = start + tl.arange(0, BLOCK)
@@ -760,7 +959,8 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
 
 @triton.jit
 def penalize(y, at, n, V, counts, drafted, repetition, frequency, presence):
-    """The logits y (BLOCK,) of the tokens `at`, after penalties. drafted: the n tokens after those that counts has."""
+    """The logits y (BLOCK,) of the tokens `at`, after penalties. drafted: the n tokens after those
+    that counts has."""
     count = tl.load(counts + at, mask=at < V, other=0)
     for i in range(n):
         count += tl.where(tl.load(drafted + i) == at, 2, 0)
@@ -770,7 +970,8 @@ def penalize(y, at, n, V, counts, drafted, repetition, frequency, presence):
 
 @triton.jit
 def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.constexpr):
-    """Apply top-k, top-p and min-p to the penalized logits x (V,), of which largest is one, and draw a token id."""
+    """Apply top-k, top-p and min-p to the penalized logits x (V,), of which largest is one, and draw
+    a token id."""
     inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)  # the largest float32
     if (k > 0) & (k < V):
         keep_top_mass(x, V, k, largest, inverse, False, BLOCK)
@@ -781,9 +982,12 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
             total += mass
         target = tl.maximum((tl.sum(total).to(tl.float32) * p).to(tl.int64), 1)
         keep_top_mass(x, V, target, largest, inverse, True, BLOCK)
-    key, key_2 = noise_key(seed, position, 0x3C6EF372), noise_key(seed, position, 0x1B873593)
+
+    key = noise_key(seed, position, 0x3C6EF372)
+    key_2 = noise_key(seed, position, 0x1B873593)
     lane = tl.arange(0, BLOCK)
-    best, best_at = tl.full((BLOCK,), -1.0, tl.float32), lane
+    best = tl.full((BLOCK,), -1.0, tl.float32)
+    best_at = lane
     for start in range(0, V, BLOCK):
         at = start + lane
         y = tl.load(x + at, mask=at < V, other=float("-inf"))
@@ -796,29 +1000,37 @@ def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["S", "V", "W", "P", "words", "D", "b_stride", "s_stride"])
 def sample_kernel(
-    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty,
-    presence_penalty, counts, biased, logit_bias, masks, mask_start, x, ids, logprobs, S, V, W, P, words, D, b_stride,
-    s_stride, BLOCK: tl.constexpr,
+    logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,
+    frequency_penalty, presence_penalty, counts, biased, logit_bias, masks, mask_start, x, ids,
+    logprobs, S, V, W, P, words, D, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest penalized logit with its
-    first index, and the softmax state of the raw logits: running maximum m and running sum l of exp(logit - m)."""
-    b, s = tl.program_id(0) // S, tl.program_id(0) % S
+    """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest
+    penalized logit with its first index, and the softmax state of the raw logits: the running
+    maximum m and the running sum l of exp(logit - m)."""
+    b = tl.program_id(0) // S
+    s = tl.program_id(0) % S
     lane = tl.arange(0, BLOCK)
-    place, row = tl.load(position + b), tl.load(rows + b)
+    place = tl.load(position + b)
+    row = tl.load(rows + b)
     logits += b.to(tl.int64) * b_stride + s.to(tl.int64) * s_stride
     x += tl.program_id(0).to(tl.int64) * V
     repetition = tl.load(repetition_penalty + row)
     frequency = tl.load(frequency_penalty + row)
     presence = tl.load(presence_penalty + row)
     temperature = tl.load(temperature + row)
-    has_bias, first_masked = tl.load(biased + row), tl.load(mask_start + row)
+    has_bias = tl.load(biased + row)
+    first_masked = tl.load(mask_start + row)
     logit_bias += row * W
-    masks += (row * P + tl.maximum(place + s - first_masked, 0)) * words  # a row has P masks of this many words
+    mask = tl.maximum(place + s - first_masked, 0)  # which of the row's P masks
+    masks += (row * P + mask) * words
     token = tl.full((), -1, tl.int64)
     logprob = tl.full((), float("nan"), tl.float32)
+
     if place > 0:
-        m, l = tl.full((BLOCK,), -3.4e38, tl.float32), tl.zeros((BLOCK,), tl.float32)
-        best, best_at = tl.full((BLOCK,), float("-inf"), tl.float32), lane
+        m = tl.full((BLOCK,), -3.4e38, tl.float32)
+        l = tl.zeros((BLOCK,), tl.float32)
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        best_at = lane
         for start in range(0, V, BLOCK):
             at = start + lane
             y = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -826,8 +1038,8 @@ def sample_kernel(
             l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN if any y is NaN
             m = m_new
             if (repetition != 1) | (frequency != 0) | (presence != 0):
-                before = D - S + 1 + s  # of the D drafted tokens
-                y = penalize(y, at, before, V, counts + row * W, drafted + b * D, repetition, frequency, presence)
+                n = D - S + 1 + s  # drafted tokens before this position
+                y = penalize(y, at, n, V, counts + row * W, drafted + b * D, repetition, frequency, presence)
             if has_bias:
                 y += tl.load(logit_bias + at, mask=at < V, other=0.0)
             if first_masked >= 0:
@@ -838,16 +1050,21 @@ def sample_kernel(
             if temperature > 0:
                 tl.store(x + at, y, mask=at < V)
         tl.debug_barrier()
-        m_all, largest = tl.max(m, 0), tl.max(best, 0)
+
+        m_all = tl.max(m, 0)
+        largest = tl.max(best, 0)
         log_sum = tl.log(tl.sum(l * tl.exp(m - m_all), 0))
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
-                k, p = tl.load(top_k + row), tl.load(top_p + row)
+                k = tl.load(top_k + row)
+                p = tl.load(top_p + row)
                 min_ratio = tl.load(min_p + row)
-                chosen = draw(x, V, largest, temperature, k, p, min_ratio, tl.load(seed + row), place + s, BLOCK)
+                seed_of_row = tl.load(seed + row)
+                chosen = draw(x, V, largest, temperature, k, p, min_ratio, seed_of_row, place + s, BLOCK)
             token = chosen.to(tl.int64)
             logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
+
     tl.store(ids + tl.program_id(0), token)
     tl.store(logprobs + tl.program_id(0), logprob)
 
@@ -856,16 +1073,26 @@ SAMPLE_BLOCK = 2048  # logits that a program reads at a time, with 16 warps
 
 
 def sample(logits, rows, position, drafted, *settings):
-    """sampling.sample in one launch. Row and token indices are not checked, since that would synchronize the device."""
+    """sampling.sample in one launch. Row and token indices are not checked, since that would
+    synchronize the device."""
     B, S, V = logits.shape
-    logits = logits if logits.stride(2) == 1 else logits.contiguous()
-    ids, logprobs = rows.new_empty(B, S), logits.new_empty(B, S, dtype=torch.float32)
+    if logits.stride(2) != 1:
+        logits = logits.contiguous()
+    ids = rows.new_empty(B, S)
+    logprobs = logits.new_empty(B, S, dtype=torch.float32)
     x = logits.new_empty(B, S, V, dtype=torch.float32)
-    tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
+
     named = sampling.Sampling(*settings)
-    sizes = (S, V, named.counts.shape[1], *named.masks.shape[1:], drafted.shape[1], *logits.stride()[:2])
+    W = named.counts.shape[1]
+    P, words = named.masks.shape[1:]
+    D = drafted.shape[1]
+    b_stride, s_stride = logits.stride()[:2]
+    tensors = [tensor.contiguous() for tensor in (rows, position, drafted, *settings)]
     with torch.cuda.device_of(logits):
-        sample_kernel[(B * S,)](logits, *tensors, x, ids, logprobs, *sizes, BLOCK=SAMPLE_BLOCK, num_warps=16)
+        sample_kernel[(B * S,)](
+            logits, *tensors, x, ids, logprobs, S, V, W, P, words, D, b_stride, s_stride,
+            BLOCK=SAMPLE_BLOCK, num_warps=16,
+        )  # fmt: skip
     return ids, logprobs
 
 
@@ -873,7 +1100,7 @@ def sample(logits, rows, position, drafted, *settings):
 if sample_kernel.arg_names[: len(sampling.ARGUMENTS)] == sampling.ARGUMENTS:
     LIBRARY.impl("sample", sample, "CUDA")
 else:
-    print_status("sample_kernel in kernels_triton.py does not fit its schema, so the reference runs")
+    print_status("sample_kernel in kernels_triton.py does not fit its schema: the reference runs")
 LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 
 # ---------------------------------------------------------------- packing
@@ -882,7 +1109,8 @@ LIBRARY.impl("probabilities", sampling.probabilities_reference, "CUDA")
 def pack_words(q: Tensor, bits: int) -> Tensor:
     """q (N,C), int8 or uint8, to words int32 (tiles,N,32); the columns are padded with zeros."""
     fields = 32 // bits
-    q = F.pad(q, (0, -q.shape[1] % (32 * fields))).unflatten(1, (-1, fields, 32))  # (N,tiles,fields,32)
+    q = F.pad(q, (0, -q.shape[1] % (32 * fields)))
+    q = q.unflatten(1, (-1, fields, 32))  # (N,tiles,fields,32)
     words = q[:, :, 0].int() & (2**bits - 1)
     for j in range(1, fields):
         words |= (q[:, :, j].int() & (2**bits - 1)) << (bits * j)
@@ -893,12 +1121,15 @@ def unpack_words(words: Tensor, bits: int, C: int) -> Tensor:
     """words (tiles,...,32) to q (...,C), int32."""
     high = 32 - bits  # shifting up and down extends the sign of an 8-bit field
     fields = [words << (high - bits * j) >> high for j in range(32 // bits)]
-    q = torch.stack(fields, -2).movedim(0, -3).flatten(-3)
-    return (q & 15 if bits == 4 else q)[..., :C]
+    q = torch.stack(fields, -2).movedim(0, -3).flatten(-3)[..., :C]
+    if bits == 4:
+        return q & 15
+    return q
 
 
 def pack_scales(scales: Tensor, mins: Tensor | None, each: int) -> Tensor:
-    """Scales float16 (N,G) to (tiles,N,groups of a tile): float16, or with mins int32, whose upper half is the min."""
+    """Scales float16 (N,G) to (tiles,N,groups of a tile): float16, or with mins int32, whose upper
+    half is the min."""
     if mins is not None:
         scales = torch.stack([scales, mins], -1).view(torch.int32).squeeze(-1)
     scales = F.pad(scales, (0, -scales.shape[1] % each))
@@ -922,9 +1153,12 @@ class PackedLinear(MatrixLayer):
 
     def __init__(self, plain: QuantizedLinear):
         super().__init__(plain.in_features, plain.out_features)
-        self.bits, self.stored_as = plain.format.bits, plain.stored_as
+        self.stored_as = plain.stored_as
+        self.bits = plain.format.bits
         self.groupsize = plain.scheme.groupsize  # 0: one scale a row
-        groups = TILE_BITS.value // self.bits // self.groupsize if self.groupsize else 1
+        groups = 1  # of a tile
+        if self.groupsize:
+            groups = TILE_BITS.value // self.bits // self.groupsize
         levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
         self.register_buffer("weight", pack_words(levels, self.bits))
         self.register_buffer("scales", pack_scales(scales, mins, groups))
@@ -940,48 +1174,67 @@ class PackedEmbedding(PackedLinear):
     logits = PackedLinear.forward
 
     def forward(self, tokens: Tensor):
-        C, groupsize = self.in_features, self.groupsize or self.in_features
+        C = self.in_features
+        groupsize = self.groupsize or C
         q = unpack_words(self.weight[:, tokens], self.bits, C)  # (B,S,C)
         scales, mins = unpack_scales(self.scales[:, tokens], -(-C // groupsize))
         y = q * repeat_groups(scales, groupsize, C)
-        return y if mins is None else y + repeat_groups(mins, groupsize, C)
+        if mins is not None:
+            y = y + repeat_groups(mins, groupsize, C)
+        return y
 
 
 FORMATS_WITH_KERNELS = ("int8", "int4")
 
 
 class TritonInstaller(Installer):
-    """Makes a model on a GPU (sm_80 or later) use the kernels; on other devices it changes nothing. The options have no
-    effect here: they are for cpu/install.py.
+    """Makes a model on a GPU (sm_80 or later) use the kernels. On other devices it changes nothing.
+    The options have no effect here: they are for cpu/install.py.
 
-    Quantized weights are repacked on the device, a layer at a time. Of a module that is no Transformer, only these.
+    Quantized weights are repacked on the device, a layer at a time. In a module that is not a
+    Transformer, only the quantized layers use the kernels.
     """
 
     def finish(self) -> Backend:
         model = self.model
-        device = model.device
-        ready = INTERPRETED.value if device.type != "cuda" else torch.cuda.get_device_capability(device) >= (8, 0)
-        if not ready:
+        if not is_supported(model.device):
             return Backend()
         find_kernels("cuda")
-        backend = Backend(name="triton")
         repack_layers(model, FORMATS_WITH_KERNELS)
-        for name in [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]:
+        modules = model.named_modules()
+        for name in [name for name, module in modules if isinstance(module, QuantizedLinear)]:
             plain = model.get_submodule(name)
             kind = PackedEmbedding if isinstance(plain, QuantizedEmbedding) else PackedLinear
             model.set_submodule(name, kind(plain))
-        # A split model adds up the ranks' parts inside the blocks. In float16, the product of an activation and a
-        # norm's weight may overflow, because the kernels divide by the norm only after the matrix product.
-        is_fused = isinstance(model, Transformer) and can_fuse(model.config) and model.shard.ranks == 1
-        if not is_fused or model.dtype == torch.float16:
+
+        backend = Backend(name="triton")
+        # A split model adds up the ranks' parts inside the blocks. In float16, the product of an
+        # activation and a norm's weight may overflow, because the kernels divide by the norm only
+        # after the matrix product.
+        if not isinstance(model, Transformer) or not can_fuse(model.config):
             return backend
-        return replace(backend, run_blocks=fused_blocks, max_fused_tokens=MAX_DECODE_TOKENS, thread_invariant=True)
+        if model.shard.ranks > 1 or model.dtype == torch.float16:
+            return backend
+        return replace(
+            backend,
+            run_blocks=fused_blocks,
+            max_fused_tokens=MAX_DECODE_TOKENS,
+            thread_invariant=True,
+        )
+
+
+def is_supported(device: torch.device) -> bool:
+    """Whether a device can run the kernels."""
+    if device.type != "cuda":
+        return INTERPRETED.value
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def can_fuse(config: Config) -> bool:
-    """Whether `fused_blocks` supports this architecture; other models run operation by operation."""
-    switches = (config.norm, config.mlp, config.post_norm_residual)
-    return switches == ("rms", "swiglu", False) and uses_only(config, FUSED_FIELDS)
+    """Whether `fused_blocks` supports this architecture. Other models run operation by operation."""
+    if config.norm != "rms" or config.mlp != "swiglu" or config.post_norm_residual:
+        return False
+    return uses_only(config, FUSED_FIELDS)
 
 
 def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None) -> Tensor:
@@ -992,27 +1245,47 @@ def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, row
 
 
 def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
-    attention, mlp = block.attention, block.mlp
     ops = torch.ops.fastpath
-    cos, sin = rope or (None, None)
-    q_norm, k_norm = (norm and norm.weight for norm in (attention.q_norm, attention.k_norm))
-    caches, config = (attention.cache.k, attention.cache.v), attention.config
-    qkv = apply_linear(attention.qkv, x, norm=block.attention_norm)  # (B,S,(H+2K)*E)
-    places = (input_pos, rows, *caches, config.n_head, config.norm_eps)
-    q = ops.rotary.default(qkv, cos, sin, q_norm, k_norm, *places)  # (B,S,H,E)
+    attention = block.attention
+    mlp = block.mlp
+    config = attention.config
+    cache = attention.cache
     slopes = attention.positions.slopes
-    y = ops.attention.default(q, *caches, input_pos, rows, slopes, attention.window, attention.scale)
+    cos, sin = rope or (None, None)
+    q_norm = None
+    k_norm = None
+    if attention.q_norm is not None:
+        q_norm = attention.q_norm.weight
+        k_norm = attention.k_norm.weight
+
+    qkv = apply_linear(attention.qkv, x, norm=block.attention_norm)  # (B,S,(H+2K)*E)
+    q = ops.rotary.default(
+        qkv, cos, sin, q_norm, k_norm, input_pos, rows, cache.k, cache.v, config.n_head, config.norm_eps
+    )  # (B,S,H,E)
+    y = ops.attention.default(q, cache.k, cache.v, input_pos, rows, slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
     h = apply_linear(mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
     return apply_linear(mlp.down, h, residual=x)
 
 
 def apply_linear(layer: nn.Module, x: Tensor, norm: nn.Module | None = None, residual=None, gated=False) -> Tensor:
-    """A PackedLinear or a Linear, with an optional RMSNorm before it and SwiGLU or a residual after it."""
-    packed = isinstance(layer, PackedLinear)
-    scales = layer.scales if packed else None
-    bits, groupsize = (layer.bits, layer.groupsize) if packed else (8 * layer.weight.itemsize, 0)
-    factor, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    N = layer.out_features // 2 if gated else layer.out_features
-    tensors = (x, layer.weight, scales, layer.bias, factor, residual)
-    return torch.ops.fastpath.fused_linear.default(*tensors, N, bits, groupsize, gated, eps)
+    """A PackedLinear or a Linear, with an optional RMSNorm before it and SwiGLU or a residual after
+    it."""
+    bits = 8 * layer.weight.itemsize
+    groupsize = 0
+    scales = None
+    if isinstance(layer, PackedLinear):
+        bits = layer.bits
+        groupsize = layer.groupsize
+        scales = layer.scales
+    factor = None
+    eps = 0.0
+    if norm is not None:
+        factor = norm.weight
+        eps = norm.eps
+    N = layer.out_features
+    if gated:
+        N = N // 2
+    return torch.ops.fastpath.fused_linear.default(
+        x, layer.weight, scales, layer.bias, factor, residual, N, bits, groupsize, gated, eps
+    )

@@ -42,26 +42,27 @@ def implementation(request):
 
 def make(B, V, params, prompt=(), width=0):
     """Settings of B rows. params: the same for all rows, or a list with one for each row."""
-    rows = Sampling.make(B, V + width)
+    settings = Sampling.make(B, V + width)
     for row, p in enumerate(params if isinstance(params, list) else [params] * B):
-        rows.set_row(row, p, list(prompt))
-    return rows
+        settings.set_row(row, p, list(prompt))
+    return settings
 
 
-def arguments(logits, rows, position=7, drafted=None, at=None):
-    """Arguments of the operations, for logits (B,V) or (B,S,V), with each row's position and index (at)."""
+def arguments(logits, settings, position=7, drafted=None, rows=None):
+    """The arguments of the operations for logits (B,V) or (B,S,V). rows: the row of `settings` of each batch row."""
     logits = logits[:, None] if logits.dim() == 2 else logits
     B, S = logits.shape[:2]
     position = torch.full((B,), position) if isinstance(position, int) else position
     drafted = torch.zeros(B, S - 1, dtype=torch.int64) if drafted is None else drafted
-    return logits, torch.arange(B) if at is None else at, position, drafted, *rows
+    rows = torch.arange(B) if rows is None else rows
+    return logits, rows, position, drafted, *settings
 
 
 def draws_with_each_seed(implementation, logits, params, seeds, position=7):
     """One token for each of many seeds or positions, drawn from the same logits (V,)."""
     settings = Sampling.make(len(seeds), 1)
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        getattr(settings, name)[:] = getattr(params, name)
+    for name, value in params.numbers().items():
+        getattr(settings, name)[:] = value
     settings.seed[:] = seeds
     neutral = torch.zeros(len(seeds), len(logits))
     settings = settings._replace(counts=neutral.int(), logit_bias=neutral)
@@ -391,12 +392,12 @@ def test_rows_are_independent_of_neighbours_and_order(implementation):
     settings, position = make(R, V, params, [1, 2, 3]), torch.arange(1, R + 1) * 3
     together = implementation.sample(*arguments(logits, settings, position))
     order = torch.randperm(R)
-    shuffled = implementation.sample(*arguments(logits[order], settings, position[order], at=order))
+    shuffled = implementation.sample(*arguments(logits[order], settings, position[order], rows=order))
     for found, expected in zip(shuffled, together):
         assert torch.equal(found, expected[order])
     for i in range(R):
         row = torch.tensor([i])
-        alone = implementation.sample(*arguments(logits[row], settings, position[row], at=row))
+        alone = implementation.sample(*arguments(logits[row], settings, position[row], rows=row))
         assert alone[0].item() == together[0][i].item()
         # log_softmax of one row and of several may round differently
         assert torch.allclose(alone[1], together[1][row], atol=ROUNDING)
@@ -452,30 +453,31 @@ def test_places_count_the_tokens_drafted_before_them(implementation, ids):
 @needs_cpp
 def test_cpp_refuses_what_would_be_read_out_of_bounds():
     settings = make(2, 9, SamplingParams())
-    args = list(arguments(torch.randn(2, 3, 9), settings))
+    valid = dict(zip(sampling.ARGUMENTS, arguments(torch.randn(2, 3, 9), settings), strict=True))
 
-    def refused(i, value, said):
+    def refused(said, **changed):
         for operation in (ops.sample, ops.probabilities):
             with pytest.raises(RuntimeError, match=said):
-                operation(*args[:i], value, *args[i + 1 :])
+                operation(**(valid | changed))
 
-    refused(1, torch.tensor([0, 2]), "row 2 of 2")
-    refused(1, torch.tensor([-1, 0]), "row -1 of 2")
-    refused(1, torch.tensor([0, 1]).int(), "rows: expected")
-    refused(2, torch.tensor([1]), "position: expected")
-    refused(3, torch.tensor([[1, 2], [3, 9]]), "drafted token 9 of 9")
-    refused(3, torch.tensor([[1], [3]]), "1 drafted tokens for 3 positions")
-    refused(3, torch.tensor([[1, 2]]), "drafted: expected")
-    refused(4, settings.seed[:1], "temperature: expected")
-    refused(6, settings.top_k.int(), "top_k: expected")
-    refused(12, settings.counts[:, :8].contiguous(), "counts of 8 tokens for logits of 9")
-    refused(12, settings.counts[:1], "counts: expected")
-    refused(14, settings.logit_bias[:, :8].contiguous(), "biases of 8 tokens for logits of 9")
-    refused(15, settings.masks[:, :, :0].contiguous(), "masks of 0 words for logits of 9")
-    refused(0, torch.randn(2, 3, 9).double(), "bfloat16, float16 or float32")
-    refused(0, torch.randn(2, 9), "logits")
-    args[16] = torch.tensor([-1, 5])
-    refused(2, torch.tensor([99, 5 + settings.masks.shape[1] - 2]), "no mask for position")
+    refused("row 2 of 2", rows=torch.tensor([0, 2]))
+    refused("row -1 of 2", rows=torch.tensor([-1, 0]))
+    refused("rows: expected", rows=torch.tensor([0, 1]).int())
+    refused("position: expected", position=torch.tensor([1]))
+    refused("drafted token 9 of 9", drafted=torch.tensor([[1, 2], [3, 9]]))
+    refused("1 drafted tokens for 3 positions", drafted=torch.tensor([[1], [3]]))
+    refused("drafted: expected", drafted=torch.tensor([[1, 2]]))
+    refused("temperature: expected", seed=settings.seed[:1])  # whose length is the number of rows
+    refused("temperature: expected", temperature=settings.temperature[:1])
+    refused("top_k: expected", top_k=settings.top_k.int())
+    refused("counts of 8 tokens for logits of 9", counts=settings.counts[:, :8].contiguous())
+    refused("counts: expected", counts=settings.counts[:1])
+    refused("biases of 8 tokens for logits of 9", logit_bias=settings.logit_bias[:, :8].contiguous())
+    refused("masks of 0 words for logits of 9", masks=settings.masks[:, :, :0].contiguous())
+    refused("bfloat16, float16 or float32", logits=torch.randn(2, 3, 9).double())
+    refused("logits", logits=torch.randn(2, 9))
+    beyond = torch.tensor([99, 5 + settings.masks.shape[1] - 2])
+    refused("no mask for position", position=beyond, mask_start=torch.tensor([-1, 5]))
 
 
 # ---------------------------------------------------------------- settings

@@ -282,11 +282,12 @@ def http_process(settings: Settings, listener: socket.socket):
         end_http_process(process)
 
 
-class HttpProcessEnded(BaseException):
+class HttpProcessEnded(SystemExit):
     """The HTTP process has failed.
 
-    This is not an Exception, because other code might take that for a failure of its own: the build
-    of the kernels, for instance, goes on without them if the compiler fails.
+    Other code must not take this for a failure of its own. The build of the kernels goes on without
+    them after an Exception, and what reads a tokenizer catches every BaseException but SystemExit
+    and KeyboardInterrupt, because libraries in Rust may panic.
     """
 
 

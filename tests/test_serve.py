@@ -50,10 +50,11 @@ from servers import (
 from texts import strings
 
 import serve
+import tokenizer
 from cli import UserError
 from engine import Request, generate
 from evaluate import harness_model
-from load import load_model
+from load import load_model, open_checkpoint
 from server.connections import MAX_HEAD_BYTES
 from server.pipe_messages import TextRequest
 from server.request_fields import MAX_BODY_BYTES
@@ -852,7 +853,7 @@ def start_of(checkpoints, log) -> subprocess.Popen:
 @pytest.mark.full
 @pytest.mark.parametrize("seconds", STARTS)
 def test_an_http_process_that_is_killed_while_the_server_starts(checkpoints, tmp_path, seconds):
-    """So many seconds after its beginning."""
+    """It is killed this many seconds after its beginning."""
     with (tmp_path / "log").open("w+") as log:
         process = start_of(checkpoints, log)
         try:
@@ -866,6 +867,17 @@ def test_an_http_process_that_is_killed_while_the_server_starts(checkpoints, tmp
         log.seek(0)
         *_, line = log_lines(log.read())
     assert line == "serve.py: error: the HTTP process has ended (exit code -9)"
+
+
+def test_the_end_of_the_http_process_is_not_taken_for_a_broken_tokenizer(checkpoints, monkeypatch):
+    """It is raised wherever the signal of the process's end arrives."""
+
+    def ended(*_):
+        raise serve.HttpProcessEnded
+
+    monkeypatch.setattr(tokenizer, "JsonVocabulary", ended)
+    with pytest.raises(serve.HttpProcessEnded):
+        tokenizer.Tokenizer(open_checkpoint(str(checkpoints[None])).tokenizer_files)
 
 
 @pytest.mark.full
@@ -883,7 +895,15 @@ def test_signals_while_the_server_starts(checkpoints, tmp_path, kind, codes, sec
         finally:
             process.kill()
         log.seek(0)
-        assert "Traceback" not in log.read()
+        # Before the first line of serve.py (line 0), Python itself prints the interrupt.
+        printed = log.read().replace(EARLY_INTERRUPT, "")
+    assert "Traceback" not in printed
+
+
+EARLY_INTERRUPT = f"""Traceback (most recent call last):
+  File "{ROOT / "serve.py"}", line 0, in <module>
+KeyboardInterrupt
+"""
 
 
 def group_members(group: int) -> list[int]:
@@ -917,6 +937,7 @@ WITHOUT_WEB_LIBRARIES = """if True:
     sys.modules.update(dict.fromkeys(("starlette", "uvicorn", "h11", "prometheus_client")))
     sys.argv = ["serve.py", "--checkpoint_path", "/nowhere"]
     import serve
+import tokenizer
     try:
         serve.parse_arguments(["--help"])
     except SystemExit:

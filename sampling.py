@@ -190,15 +190,16 @@ define(f"probabilities({SCHEMA}) -> Tensor", lambda x, *rest: x.new_empty(x.shap
 def sample(logits: Tensor, rows: Tensor, position: Tensor, drafted: Tensor | None, settings: Sampling) -> tuple:
     """Sample a token for each of S consecutive positions of B rows.
 
-    logits (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled. rows (B,)
-    int64: the row of `settings` that each batch row uses. position (B,) int64: the position of the
-    first sampled token; 0 or less marks a padding row, whose logits may be anything. drafted (B,n)
-    int64 with n >= S - 1, or None if S = 1: with speculation, the drafted tokens before the last
-    position, so that the penalties count them; negative ids are not counted.
+    logits: (B,S,V) bfloat16, float16 or float32, -inf for tokens that must not be sampled.
+    rows: (B,) int64, the row of `settings` that each batch row uses.
+    position: (B,) int64, the position of the first sampled token. It is 0 or less for padding,
+    whose last token is at position -1, and whose logits may be anything.
+    drafted: (B,n) int64 with n >= S - 1, or None if S = 1. With speculation, the drafted tokens
+    before the last position, so that the penalties count them; negative ids are not counted.
 
-    Returns ids (B,S) int64, which are -1 for padding and where the largest logit that no mask
-    forbids is not finite (a logit is NaN or inf, or all are -inf); and the log-probability of each
-    id in the unmodified logits, (B,S) float32, NaN where the id is -1.
+    Returns ids (B,S) int64, and the log-probability of each id in the unmodified logits, (B,S)
+    float32. For padding, and where the largest logit that no mask forbids is not finite (a logit is
+    NaN or inf, or all are -inf), these are -1 and NaN.
     """
     if drafted is None:
         drafted = rows.new_empty(len(rows), 0)

@@ -236,7 +236,12 @@ Threshold find_threshold(int64_t target, int32_t* sort_keys, int64_t* masses, in
     }
     upper += sum_of_lanes(sums);
     const bool up = above + upper >= target;
-    up ? low = middle : (above += upper, high = middle - 1);
+    if (up) {
+      low = middle;
+    } else {
+      above += upper;
+      high = middle - 1;
+    }
     int64_t inside = 0;
     for (int64_t i = 0; i < n; i += LANES) {
       const i32x16 key = load_ints(sort_keys + i);
@@ -294,7 +299,8 @@ Tokens<float> keep_top_p(Tokens<T> tokens, const Scratch& s, const Weights& weig
   for (int64_t i = 0; i < kept.n; i += LANES)
     store(s.masses + i, fixed_point(weights.of(load(kept.x + i, kept.n - i))));
   const Threshold threshold = find_threshold(target, s.sort_keys, s.masses, kept.n);
-  const int64_t each = first_lane(fixed_point(weights.of(floats(threshold.x))));  // mass of a token at the threshold
+  // Tokens at the threshold have equal logits, so each has the same mass. The division rounds up.
+  const int64_t each = first_lane(fixed_point(weights.of(floats(threshold.x))));
   return keep_above(kept, s, threshold.x, (target - threshold.mass_above + each - 1) / each);
 }
 
@@ -342,17 +348,17 @@ struct Noise {
 };
 
 // Draws a token: argmax(weight / Exponential(1)) is a sample from the normalized weights. Tokens whose weight is below
-// min_p are left out; `likeliest`, the token of the largest weight, never is. The lowest id wins a tie.
+// min_p are left out. `winner` comes in as the likeliest token, which no filter drops. The lowest id wins a tie.
 //
 // Since noise = -log(1 - u) >= u, a token can win only if u <= weight / best, where best is the largest ratio so far.
-// Most tokens fail this test, before any logarithm is computed. The test replaces 2^32 weight / best = 2^y by an upper
-// bound, 2^n (1 + y - n) with n = floor(y): the float whose bits are (y + 127) 2^23.
+// Most tokens fail this test, before any logarithm is computed. The test compares 2^32 u with an upper bound of
+// 2^32 weight / best. If that is 2^y, and n = floor(y), the bound is 2^n (1 + y - n), whose bits are (y + 127) 2^23.
 template <class T>
-int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, const Noise& noise, int64_t likeliest) {
+int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, const Noise& noise, int64_t winner) {
   alignas(64) uint32_t bits[LANES];
   alignas(64) float xs[LANES];
-  store(bits, noise.bits(ints(likeliest)));
-  float best = 1 / Noise::exponential(bits[0]);
+  store(bits, noise.bits(ints(winner)));
+  float best = 1 / Noise::exponential(bits[0]);  // the likeliest token weighs 1
   const float scale = LOG2E * 0x1p23f;
   const f32x16 slope = floats(std::min(weights.inverse * scale, 3e38f)), max = floats(weights.max);
   auto offset_of_best = [&] { return floats((127 + 32 + 1e-3f - std::log2(best)) * 0x1p23f); };
@@ -371,11 +377,13 @@ int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, 
       const int lane = std::countr_zero(candidates);
       const int64_t id = tokens.ids ? tokens.ids[i + lane] : i + lane;
       const float ratio = xs[lane] / Noise::exponential(bits[lane]);
-      if (xs[lane] < min_p || !(ratio > best || (ratio == best && id < likeliest))) continue;
-      best = ratio, likeliest = id, offset = offset_of_best();
+      if (xs[lane] < min_p || !(ratio > best || (ratio == best && id < winner))) continue;
+      best = ratio;
+      winner = id;
+      offset = offset_of_best();
     }
   }
-  return likeliest;
+  return winner;
 }
 
 // ---------------------------------------------------------------- sampling: rows

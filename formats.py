@@ -369,7 +369,6 @@ FORMATS = {
 }
 
 GPTQ = "int4-gptq"  # a mode of Quantization, in the format int4
-SCHEME = re.compile(rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?")  # what Quantization may say of a matrix
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
@@ -423,7 +422,8 @@ class Quantization:
 
     def _check(self, name: str, text):
         """ValueError if a text does not name a format, with a groupsize that this format has."""
-        if not isinstance(text, str) or not SCHEME.fullmatch(text):
+        known = rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?"
+        if not isinstance(text, str) or not re.fullmatch(known, text):
             raise ValueError(f"quantization {name} must be one of {(*FORMATS, 'none')}, not {text!r}")
         scheme = self._parse(text)
         if scheme is None:

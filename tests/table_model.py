@@ -7,7 +7,7 @@ import torch
 from model import WHOLE_MODEL
 from sampling import Sampling, SamplingParams, probabilities
 
-V, ROWS = 11, 60_000
+V, ROWS = 11, 20_000
 SETTINGS = [
     {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
     {"temperature": 0.8, "top_k": 6, "top_p": 0.8},

@@ -60,7 +60,7 @@ CASES = {
     "2 qwen2, K copied, int8": (2, QWEN2, 6, 3, 32, 52, 128, True, ("int8", 32, "int8"), "torch", False),
     "2 qwen2, iq4_nl": (2, QWEN2, 6, 3, 32, 54, 150, False, ("iq4_nl", 32, "iq4_nl"), "auto", False),
     "2 bloom, int4 in whole rows": (2, BLOOM, 10, 10, 6, 50, 84, True, ("int4", 0, "int4"), "auto", False),
-    "2 qwen3, K on both, compiled": (2, QWEN3, 4, 1, 14, 38, 46, False, None, "auto", True),
+    "2 qwen3, K on both, compiled": (2, QWEN3 | {"n_layer": 1}, 4, 1, 14, 38, 46, False, None, "auto", True),
     "3 llama, K split, int4": (3, LLAMA, 9, 3, 32, 46, 160, True, ("int4", 32, "int8"), "auto", False),
     "3 qwen3, K copied": (3, QWEN3, 6, 2, 12, 40, 54, False, None, "torch", False),
     "3 bloom, residuals after the norm": (3, POST_NORM, 9, 9, 5, 55, 66, False, None, "auto", False),
@@ -133,7 +133,7 @@ def test_every_row_equals_the_single_process(launched, name):
     if "logits" in found:
         apart = [float((a - b).abs().max()) for a, b in zip(found["logits"], expected["logits"])]
         assert len(apart) == len(PROMPTS) and max(apart) < LOGITS
-    assert len({token for tokens in expected["greedy"] for token in tokens}) > 8, "the model does not repeat one token"
+    assert len({token for tokens in expected["greedy"] for token in tokens}) > 5, "the model does not repeat one token"
 
 
 # ---------------------------------------------------------------- the split itself, without processes
@@ -306,11 +306,12 @@ def arguments(checkpoint, new=20):
 def test_the_program_under_torchrun(checkpoint):
     """The samples of the single process, one JSON object on stdout, and a clean exit."""
     args = [*arguments(checkpoint), "--prompt_ids", 64, "--top_k", 30, "--repetition_penalty", 1.1, "--json"]
-    code, out, err = finish(torchrun(3, *args, **PIPES))
-    assert (code, ours(err)) == (0, [])
-    found = json.loads(out)
+    ranks = torchrun(3, *args, **PIPES)
     alone = subprocess.run([sys.executable, str(ROOT / "generate.py"), *map(str, args)], capture_output=True, text=True)
     alone = json.loads(alone.stdout)
+    code, out, err = finish(ranks)
+    assert (code, ours(err)) == (0, [])
+    found = json.loads(out)
     assert found["samples"] == alone["samples"]
     assert found["ranks"] == 3 and found["communication_share"] > 0
     assert found["weight_bytes_per_rank"] < alone["peak_memory_bytes"] and found.keys() > alone.keys()

@@ -414,6 +414,16 @@ def checkpoints(tmp_path_factory, byte_level):
 
 
 @pytest.fixture(scope="session")
+def server_with_key(checkpoints, tmp_path_factory):
+    """A server in float32 whose clients need a key."""
+    from servers import KEY, OPTIONS, running
+
+    log = tmp_path_factory.mktemp("log") / "server.txt"
+    with running(log, "--checkpoint_path", checkpoints[None], "--api_key", KEY, *OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def oracle(checkpoints):
     """The engine alone, with the checkpoint of the servers."""
     from servers import Oracle

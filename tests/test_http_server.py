@@ -35,8 +35,9 @@ from servers import (
 from starlette.testclient import TestClient
 from texts import TEMPLATE
 
+import serve
 from server import http_server
-from server.access import is_loopback
+from server.access import ApiKey, is_loopback
 from server.anthropic import MessageBuilder
 from server.api import ServedModel
 from server.engine_client import EngineClient
@@ -156,33 +157,38 @@ def test_many_prompts_in_one_request(small, oracle):
     assert [choice["text"] for choice in answer["choices"]] == [oracle.text(prompt, 3) for prompt in prompts]
 
 
-def test_only_the_first_of_several_prompts_can_wait_for_too_long(checkpoints, tmp_path):
-    """And neither closed standard streams nor more connections than descriptors are a problem."""
+@pytest.fixture(scope="module")
+def impatient(checkpoints, tmp_path_factory):
+    """A server in whose queue a request waits 0.2 s. Its standard input is closed, and it has few descriptors."""
+    log = tmp_path_factory.mktemp("log") / "impatient.txt"
     launcher = ["bash", "-c", 'ulimit -n 128; exec "$0" "$@" <&-', sys.executable]
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.2]
-    with running(tmp_path / "log", *arguments, launcher=launcher) as server:
-        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
-        for other in others[40:]:
-            other.close()
-        body = {"prompt": [[5], [6], [7], [8]], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-        answer = server.post("/v1/completions", body)
-        assert answer["usage"]["completion_tokens"] == 1600
-        for other in others[:40]:
-            other.close()
-    assert len(log_lines((tmp_path / "log").read_text())) == 1
+    with running(log, *arguments, launcher=launcher) as server:
+        yield server
+    assert len(log_lines(log.read_text())) == 1
 
 
-def test_waiting_for_too_long(checkpoints, tmp_path, oracle):
-    arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.1]
-    with running(tmp_path / "log", *arguments) as server:
-        with ThreadPoolExecutor() as pool:
-            first = pool.submit(ask, server, [5, 6, 7], 1300, ignore_eos=True)
-            wait_for(lambda: server.metric("rows_active") == 1, "a request to run")
-            status, headers, error = ask(server, [9], 5)
-            assert status == 503 and error["error"]["code"] == "queue_timeout" and int(headers["retry-after"]) >= 1
-            status, _, answer = first.result()
-        assert status == 200 and answer["usage"]["completion_tokens"] == 1300
-        assert ask(server, [9], 5)[2]["choices"][0]["text"] == oracle.text([9], 5)
+def test_only_the_first_of_several_prompts_can_wait_for_too_long(impatient):
+    """And neither closed standard streams nor more connections than descriptors are a problem."""
+    others = [socket.create_connection(("127.0.0.1", impatient.port)) for _ in range(200)]
+    for other in others[40:]:
+        other.close()
+    body = {"prompt": [[5], [6], [7], [8]], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    answer = impatient.post("/v1/completions", body)
+    assert answer["usage"]["completion_tokens"] == 1600
+    for other in others[:40]:
+        other.close()
+
+
+def test_waiting_for_too_long(impatient, oracle):
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, impatient, [5, 6, 7], 1300, ignore_eos=True)
+        wait_for(lambda: impatient.metric("rows_active") == 1, "a request to run")
+        status, headers, error = ask(impatient, [9], 5)
+        assert status == 503 and error["error"]["code"] == "queue_timeout" and int(headers["retry-after"]) >= 1
+        status, _, answer = first.result()
+    assert status == 200 and answer["usage"]["completion_tokens"] == 1300
+    assert ask(impatient, [9], 5)[2]["choices"][0]["text"] == oracle.text([9], 5)
 
 
 # ---------------------------------------------------------------- the end
@@ -192,7 +198,7 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
         http_side = server.processes()[1]
         with ThreadPoolExecutor(3) as pool:
-            answers = [pool.submit(ask, server, [5, 6, 7 + i], 1300, ignore_eos=True) for i in range(3)]
+            answers = [pool.submit(ask, server, [5, 6, 7 + i], 500, ignore_eos=True) for i in range(3)]
             wait_for(lambda: is_full(server), "full places")
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
@@ -200,7 +206,7 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):
             assert status == 503 and error["error"]["code"] == "draining" and "retry-after" in headers
             for i, pending in enumerate(answers):
                 status, _, answer = pending.result()
-                assert status == 200 and answer["usage"]["completion_tokens"] == 1300
+                assert status == 200 and answer["usage"]["completion_tokens"] == 500
                 assert answer["choices"][0]["text"].startswith(oracle.text([5, 6, 7 + i], 9)[:5])
         assert server.process.wait(PATIENCE_S) == 0
         wait_for(lambda: ended(http_side), "the HTTP process to end")
@@ -208,17 +214,26 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):
 
 
 def test_an_end_that_waits_no_longer(checkpoints, tmp_path):
-    """A stream ends with an error event, a whole answer is 503, and the exit code is 0."""
+    """A stream ends with an error event, a whole answer is 503, also to a body that is still coming, and the exit code
+    is 0."""
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--drain_seconds", 0.2]
     with running(tmp_path / "log", *arguments) as server:
         stream, whole = longest(server, stream=True), longest(server, stream=False)
         assert stream.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
         wait_for(lambda: server.metric("requests_waiting") == 1, "a request to wait")
+        sending = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        sending.sendall(head + b'{"prompt"')
+        server.health()  # which comes after it
         assert server.stop() == 0
+        with closing(sending), sending.makefile("rb") as answer:
+            text = answer.read()
+        assert text.startswith(b"HTTP/1.1 503") and b'"error": {"message": "the server is shutting down"' in text
         with stream.socket.makefile("rb") as rest:
             assert '{"error": {"message": "the server shut down before the response' in rest.read().decode()
         assert answer_of(whole)[0] == 503
         stream.socket.close()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.full
@@ -317,16 +332,16 @@ def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):
     with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *OPTIONS, launcher=launcher) as server:
         prompts = [[i, j] for i in range(20, 60) for j in range(20, 60)]
         spoils = next(prompt for prompt in prompts if oracle.run(prompt, 1).new_tokens == [17])
-        runs = (oracle.run(prompt, 1000) for prompt in prompts)
+        runs = (oracle.run(prompt, 400) for prompt in prompts)
         other = next(run for run in runs if not {1, 13, 17} & set(run.new_tokens)).prompt
         ids = []
         with ThreadPoolExecutor() as pool:
-            beside = pool.submit(greedy_text, server, other, 1000)
+            beside = pool.submit(greedy_text, server, other, 400)
             for prompt in ([5, 13], [5, 6, 13], spoils):
                 status, headers, error = ask(server, prompt, 5)
                 ids.append(headers["x-request-id"])
                 assert status == 500 and error["error"]["message"] == f"generation failed for this request ({ids[-1]})"
-            assert beside.result() == oracle.text(other, 1000)
+            assert beside.result() == oracle.text(other, 400)
         assert server.metric("rows_active") == 0
     lines = (tmp_path / "log").read_text()
     assert f"a request failed: the model's logits are not finite ({ids[0]})\n" in lines
@@ -442,6 +457,24 @@ def test_with_a_key_pages_of_any_site_can_read_when_to_try_again(checkpoints, st
         assert response.status_code == status and response.json()["error"]["code"] == code
         assert "retry-after" in response.headers
         assert response.headers.get("access-control-allow-origin") == ("*" if key else None)
+
+
+def test_a_key_of_any_bytes():
+    key = serve.parse_arguments(["--api_key", os.fsdecode(b"\xff")]).api_key
+
+    def is_let_in(sent: bytes) -> bool:
+        async def app(*_):
+            heard.append("the request")
+
+        async def send(message):
+            heard.append(message)
+
+        heard, headers = [], [(b"authorization", b"Bearer " + sent)]
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+        asyncio.run(ApiKey(app, key)(scope, None, send))
+        return heard == ["the request"]
+
+    assert is_let_in(b"\xff") and not is_let_in(b"\xfe")
 
 
 def test_a_log_on_a_full_disk(checkpoints):

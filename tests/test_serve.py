@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -64,11 +65,9 @@ from tokenizer import TextStream
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "server.txt"
-    with running(log, "--checkpoint_path", checkpoints[None], "--api_key", KEY, *OPTIONS) as server:
-        yield server
-        assert "Traceback" not in log.read_text()
+def server(server_with_key):
+    yield server_with_key
+    assert "Traceback" not in server_with_key.log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -687,7 +686,7 @@ def test_ranks(checkpoints, tmp_path, oracle):
         for i, (text, _) in enumerate(asyncio.run(all_requests(server, schedule))):
             assert i == 1 or text == oracle.text(prompts[i], 20)
         wait_for(server.idle, "all rows to be free")
-        time.sleep(2.5)  # while nothing happens
+        time.sleep(1.2)  # while nothing happens
         assert greedy_text(server, prompts[1], 20) == oracle.text(prompts[1], 20)
 
 
@@ -737,46 +736,44 @@ def test_compiled_steps(checkpoints, tmp_path, oracle, monkeypatch):
 # ---------------------------------------------------------------- the end
 
 
+ENDS = ("SIGTERM twice", "the engine dies", "the HTTP process dies")
+
+
+@pytest.fixture(scope="module")
+def doomed(checkpoints, tmp_path_factory):
+    """A server for each of ENDS. They start together."""
+    folder = tmp_path_factory.mktemp("doomed")
+    with ThreadPoolExecutor() as pool:
+        arguments = ["--checkpoint_path", checkpoints[None], *OPTIONS]
+        starts = {how: pool.submit(Server, folder / how, arguments) for how in ENDS}
+    yield {how: start.result() for how, start in starts.items()}
+    for start in starts.values():
+        if start.exception() is None:
+            start.result().stop()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM twice", "the engine dies", "the HTTP process dies"])
-def test_both_processes_end_together(checkpoints, tmp_path, how):
+@pytest.mark.parametrize("how", ENDS)
+def test_both_processes_end_together(doomed, how):
     """And a request that is running hears of it; nothing is printed that is longer than a line."""
-    log = tmp_path / "log"
-    with running(log, "--checkpoint_path", checkpoints[None], *OPTIONS) as server:
-        client = longest(server, stream=True)
-        assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        engine, http_side = server.processes()
-        number = signal.SIGTERM if "SIGTERM" in how else signal.SIGKILL
-        os.kill(http_side if "HTTP" in how else engine, number)
-        if "SIGTERM" in how:
-            wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
-            os.kill(engine, number)
-        code = server.process.wait(PATIENCE_S)
-        assert code == (2 if "HTTP" in how else -number)
-        wait_for(lambda: ended(http_side), "the HTTP process to end")
-        if "HTTP" not in how:
-            with client.socket.makefile("rb") as rest:
-                text = rest.read().decode()
-            assert '"error": {"message": "the engine has stopped"' in text and "data: [DONE]" in text
-        client.socket.close()
-    assert len(log_lines(log.read_text())) <= 2, log.read_text()
-
-
-@pytest.mark.slow
-def test_a_body_that_is_still_coming_when_the_server_ends(checkpoints, tmp_path):
-    """Its client gets an error object, too; and a key of any bytes is a key."""
-    log = tmp_path / "log"
-    with running(log, "--checkpoint_path", checkpoints[None], "--api_key", os.fsdecode(b"\xff"), *OPTIONS) as server:
-        assert server.request("GET", "/v1/models", key="\u00ff")[0] == 200  # as Latin-1
-        with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n"
-            client.sendall(head + b'Content-Length: 99\r\n\r\n{"prompt"')
-            server.request("GET", "/health")  # which comes after it
-            assert server.stop() == 0
-            with client.makefile("rb") as answer:
-                answer = answer.read()
-        assert answer.startswith(b"HTTP/1.1 503") and b'"error": {"message": "the server is shutting down"' in answer
-    assert "Traceback" not in log.read_text()
+    server = doomed[how]
+    client = longest(server, stream=True)
+    assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    engine, http_side = server.processes()
+    number = signal.SIGTERM if "SIGTERM" in how else signal.SIGKILL
+    os.kill(http_side if "HTTP" in how else engine, number)
+    if "SIGTERM" in how:
+        wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
+        os.kill(engine, number)
+    code = server.process.wait(PATIENCE_S)
+    assert code == (2 if "HTTP" in how else -number)
+    wait_for(lambda: ended(http_side), "the HTTP process to end")
+    if "HTTP" not in how:
+        with client.socket.makefile("rb") as rest:
+            text = rest.read().decode()
+        assert '"error": {"message": "the engine has stopped"' in text and "data: [DONE]" in text
+    client.socket.close()
+    assert len(log_lines(server.log.read_text())) <= 2, server.log.read_text()
 
 
 def http_process_by(monkeypatch, path: Path, script: str, settings=b"", shell="/bin/sh"):

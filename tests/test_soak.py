@@ -47,13 +47,10 @@ MEMORY = 24 * MEBIBYTE  # by which a process may grow: the allocator keeps pages
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "soak.txt"
-    arguments = ["--checkpoint_path", checkpoints[None], "--api_key", KEY, "--max_queue", 64, *OPTIONS]
-    with running(log, *arguments) as server:
-        wait_for(lambda: server.health() == (200, "ready"), "the server to be ready")
-        yield server
-        assert "Traceback" not in log.read_text(), log.read_text()[-2000:]
+def server(server_with_key):
+    wait_for(lambda: server_with_key.health() == (200, "ready"), "the server to be ready")
+    yield server_with_key
+    assert "Traceback" not in server_with_key.log.read_text(), server_with_key.log.read_text()[-2000:]
 
 
 def memory(pid: int) -> int:
@@ -118,7 +115,7 @@ def vanish_in_every_way(server: Server, n: int):
 
 @pytest.mark.slow
 def test_nothing_is_left_of_clients_that_vanish(server):
-    check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 96)
+    check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 64)
 
 
 @pytest.mark.full
@@ -147,15 +144,16 @@ def test_clients_that_read_nothing_of_their_streams(server, oracle):
     prompt, (_, http_side) = prompt_ids(20, 5), server.processes()
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
     before, written = memory(http_side), server.metric("tokens_written_total")
-    clients = deaf_clients(server, True, 8)
+    clients = deaf_clients(server, True, ROWS + 1)
     try:
         wait_for(lambda: server.metric("rows_active") == ROWS, "full rows")
         answer = server.post("/v1/completions", body)
         assert answer["choices"][0]["text"] == oracle.text(prompt, 20)
         wait_for(server.idle, "all rows to be free")
-        assert server.metric("tokens_written_total") - written < 8 * LONG["max_tokens"], "they were ended early"
-        assert memory(http_side) - before < MEMORY + 8 * 4 * MEBIBYTE  # a megabyte of text is more as objects
-        assert 0 < unsent_bytes(server) < 8 * MEBIBYTE
+        most = len(clients) * LONG["max_tokens"]
+        assert server.metric("tokens_written_total") - written < most, "they were ended early"
+        assert memory(http_side) - before < MEMORY + len(clients) * 4 * MEBIBYTE  # a megabyte is more as objects
+        assert 0 < unsent_bytes(server) < len(clients) * MEBIBYTE
         more = deaf_clients(server, True, 2)
         clients += more
         assert server.post("/v1/completions", body)["choices"][0]["text"] == oracle.text(prompt, 20)

@@ -93,12 +93,16 @@ def test_attention_through_rows(S):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("S", [1, 20])
-def test_attention_compiled(S):
-    compiled = torch.compile(kernels.attention, fullgraph=True)
-    q, k, v, input_pos = case(S=S)
-    arguments = (q, k, v, input_pos, None, None, 8, 0.3)
-    assert (compiled(*arguments) - attention_reference(*arguments)).abs().max() < 1e-5
+def test_attention_compiled():
+    """In one graph with a decode step and a prefill, which are computed in different ways."""
+
+    def both(attend, cases):
+        return [attend(*arguments, None, None, 8, 0.3) for arguments in cases]
+
+    cases = case(S=1), case(S=20)
+    compiled = torch.compile(both, fullgraph=True)
+    for found, expected in zip(compiled(kernels.attention, cases), both(attention_reference, cases)):
+        assert (found - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("T", [4, 5])

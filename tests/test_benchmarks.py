@@ -266,7 +266,35 @@ def test_gpu_kernels(python, tmp_path):
 
 # ---------------------------------------------------------------- the server
 
-# A stand-in for a peer's llama-server: our own, by llama-server's options.
+# A stand-in for a peer's llama-server, which streams the tokens that it is asked for without a model.
+QUICK_SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert options["-m"] == "tiny.gguf" and options["-np"] == "8" and int(options["-c"]) >= 8 * 60, options
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def answer(self, events):
+        self.send_response(200)
+        self.end_headers()
+        for event in events:
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+
+    def do_GET(self):
+        self.answer([])
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        n, token = body["max_tokens"], {{"choices": [{{"text": "a"}}]}}
+        self.answer([token] * n + [{{"choices": [], "usage": {{"completion_tokens": n}}}}])
+
+ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+"""
+
+# Another one: our own server, by llama-server's options.
 LLAMA_SERVER = """#!{python}
 import os, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -275,10 +303,11 @@ os.execv(sys.executable, [sys.executable, "{serve}", "--port", options["--port"]
 """
 
 
-def llama_server(tmp_path, checkpoint):
-    """The path of the stand-in, which serves a checkpoint."""
+def llama_server(tmp_path, checkpoint=None):
+    """The path of a stand-in, which serves a checkpoint, or needs none."""
     program = tmp_path / "llama-server"
-    program.write_text(LLAMA_SERVER.format(python=sys.executable, serve=ROOT / "serve.py", directory=checkpoint))
+    source = QUICK_SERVER if checkpoint is None else LLAMA_SERVER
+    program.write_text(source.format(python=sys.executable, serve=ROOT / "serve.py", directory=checkpoint))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return program
 
@@ -286,7 +315,7 @@ def llama_server(tmp_path, checkpoint):
 def test_serving(python, tmp_path, checkpoints):
     sizes = ["--prompt_tokens", 5, "--new_tokens", 6, "--long_prompt", 60, "--history", 30, "--prefill_chunk", 16]
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--rounds", 1]
-    program = llama_server(tmp_path, checkpoints[None])
+    program = llama_server(tmp_path)
     others += ["--llama_server", program, "--ik_llama_server", program, "--ik_llama_options=-no-fa 1"]
     result, done = run_benchmark(python, "serving.py", tmp_path / "out.json", *sizes, *others, "--gguf", "tiny.gguf")
     names = {f"{server} {n}" for server in ("fastpath", "llama.cpp", "ik_llama.cpp") for n in (1, 8)}

@@ -507,23 +507,29 @@ def test_ids_outside_the_vocabulary_are_one_line_in_a_conversation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["<&- 2>&-", ">&-"])
-def test_closed_streams(tiny, closed):
+def test_closed_streams(tiny):
     """Nothing is written to a closed stream, nor to another stream instead."""
     command = [*PROGRAM, "--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt_ids", "5", "--max_new_tokens", "3"]
-    shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *command, "--json"]
-    done = subprocess.run(shell, capture_output=True, timeout=180)
-    assert done.returncode == 0 and b"Traceback" not in done.stderr
-    assert closed == ">&-" or set(json.loads(done.stdout)) > {"samples"}
+
+    def started(closed: str) -> subprocess.Popen:
+        shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *command, "--json"]
+        return subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    with started("<&- 2>&-") as only_stdout, started(">&-") as no_stdout:
+        out, err = only_stdout.communicate(timeout=180)
+        assert only_stdout.returncode == 0 and err == b"" and set(json.loads(out)) > {"samples"}
+        out, err = no_stdout.communicate(timeout=180)
+        assert no_stdout.returncode == 0 and out == b"" and b"Traceback" not in err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.3, 0.7, 1.2])
-def test_ctrl_c_while_it_starts(start, seconds):
-    program = start("--prompt", "x")
-    time.sleep(seconds)
-    program.type("\x03")
-    assert program.exit_code() in (-signal.SIGINT, 130) and "Traceback" not in program.seen
+def test_ctrl_c_while_it_starts(start):
+    begin = time.monotonic()
+    programs = {seconds: start("--prompt", "x") for seconds in (0.3, 0.7, 1.2)}
+    for seconds, program in programs.items():
+        time.sleep(max(0.0, begin + seconds - time.monotonic()))
+        program.type("\x03")
+        assert program.exit_code() in (-signal.SIGINT, 130) and "Traceback" not in program.seen
 
 
 def test_stopwatch(capsys):
@@ -681,7 +687,11 @@ class Terminal:
     def prompt(self, pattern: str = "") -> str:
         """Wait for the prompt and for readline, which ignores earlier keys; returns what was shown."""
         shown = self.until(pattern or PROMPT)
-        time.sleep(0.5)
+        end = time.monotonic() + 60
+        while termios.tcgetattr(self.fd)[3] & termios.ICANON:  # readline reads single keys
+            assert time.monotonic() < end, "readline does not read"
+            time.sleep(0.01)
+        time.sleep(0.1)
         return shown
 
     def exit_code(self, seconds=180) -> int:
@@ -817,20 +827,26 @@ def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environm
 def test_a_session_in_pipes(default_checkpoint, tmp_path):
     command = [*PROGRAM, "--interactive", "--temperature", "0", "--max_new_tokens", "12", "--prompt", "Hi"]
     text = b"What is 2+2?\n\n\xff\xfe not UTF-8\r\nlast line without an end"
-    done = subprocess.run(command, input=text, capture_output=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count(b"\n") >= 4
-    err = done.stderr.decode()
-    assert err.count("tokens/s;") == 4 and "> Hi" in err and "\x1b" not in err and "\r" not in err
-    assert b"tokens/s" not in done.stdout and b"> " not in done.stdout
-    # A reader that goes away, a file that cannot grow.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        program.stdout.close()
-        _, err = program.communicate(b"", timeout=120)
-    assert program.returncode == 141 and b"Traceback" not in err
     (tmp_path / "out").write_bytes(bytes(1024))
     limited = ["bash", "-c", 'ulimit -f 1; exec "$@" >> out', "bash", *command]
-    done = subprocess.run(limited, input=b"", stderr=subprocess.PIPE, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2 and b"generate.py: error: [Errno 27]" in done.stderr
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with (
+        subprocess.Popen(command, **pipes) as reads_all,
+        subprocess.Popen(command, **pipes) as unheard,
+        subprocess.Popen(limited, cwd=tmp_path, **pipes) as full,
+    ):
+        unheard.stdout.close()  # its reader goes away, and the file of `full` cannot grow
+        out, err = reads_all.communicate(text, timeout=120)
+        assert reads_all.returncode == 0 and out.count(b"\n") >= 4
+        err = err.decode()
+        assert err.count("tokens/s;") == 4 and "> Hi" in err and "\x1b" not in err and "\r" not in err
+        assert b"tokens/s" not in out and b"> " not in out
+
+        _, err = unheard.communicate(b"", timeout=120)
+        assert unheard.returncode == 141 and b"Traceback" not in err
+
+        _, err = full.communicate(b"", timeout=120)
+        assert full.returncode == 2 and b"generate.py: error: [Errno 27]" in err
 
 
 @pytest.mark.full

@@ -48,7 +48,15 @@ def test_same(tiny, capsys, name):
 
 
 @pytest.mark.slow
-def test_same_as_a_command_from_anywhere(tiny, python, tmp_path):
+def test_a_command_from_anywhere(python, tmp_path):
+    command = [*python, str(ROOT / "tests/compare_hf.py"), "nowhere", "nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("compare_hf.py: error: nothing is neither a directory nor")
+
+
+@pytest.mark.full  # it imports transformers once more, which takes seconds
+def test_same_as_a_command(tiny, python, tmp_path):
     source, checkpoint = tiny("llama-gqa-biased")[1:]
     command = [*python, str(ROOT / "tests/compare_hf.py"), str(checkpoint), str(source), "--tolerance", "2.5e-4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -953,29 +953,37 @@ def test_a_disk_that_is_too_small_is_refused_at_once(hf, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_killed_in_the_middle(hf, tmp_path, monkeypatch, how):
+def test_killed_in_the_middle(hf, tmp_path, monkeypatch):
     """Nothing is left, except after SIGKILL a hidden directory, which a conversion an hour later removes."""
-    gguf_path = default_gguf()
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(gguf_path), "--out", str(folder / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    while not list(folder.iterdir()) and process.poll() is None:
+    ends = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}
+    processes = {}
+    for how in ends:
+        (tmp_path / how.name).mkdir()
+        command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), str(default_gguf())]
+        command += ["--out", str(tmp_path / how.name / "out")]
+        processes[how] = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    killed = set()
+    while len(killed) < len(processes):
+        for how, process in processes.items():
+            if how not in killed and (process.poll() is not None or list((tmp_path / how.name).iterdir())):
+                process.send_signal(how)
+                killed.add(how)
         time.sleep(0.005)
-    process.send_signal(how)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[how]
-    assert out == "" and "Traceback" not in err
-    if how == signal.SIGKILL:
-        assert [path.name[:5] for path in folder.iterdir()] == [".out."]
-        convert(open_hf(hf), folder / "out", torch.float32)
-        assert len(os.listdir(folder)) == 2
-        monkeypatch.setattr("writer.ABANDONED_S", 0.0)
-        remove_abandoned(folder / "out")
-        assert os.listdir(folder) == ["out"]
-    else:
-        assert os.listdir(folder) == []
+
+    for how, process in processes.items():
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == ends[how]
+        assert out == "" and "Traceback" not in err
+    assert os.listdir(tmp_path / "SIGTERM") == os.listdir(tmp_path / "SIGINT") == []
+
+    folder = tmp_path / "SIGKILL"
+    assert [path.name[:5] for path in folder.iterdir()] == [".out."]
+    convert(open_hf(hf), folder / "out", torch.float32)
+    assert len(os.listdir(folder)) == 2
+    monkeypatch.setattr("writer.ABANDONED_S", 0.0)
+    remove_abandoned(folder / "out")
+    assert os.listdir(folder) == ["out"]
 
 
 def test_every_family_is_in_the_tests():

@@ -127,9 +127,9 @@ def test_text_files_are_read_as_they_are(tmp_path, read, text):
 
 
 @pytest.mark.slow
-def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch, capsys):
+def test_the_command(default_checkpoint, checkpoints, tiny, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 12 + "Ende: süß.\n", encoding="utf-8")
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 8 + "Ende: süß.\n", encoding="utf-8")
 
     def run(*args) -> str:
         monkeypatch.setattr(sys, "argv", ["evaluate.py", "--text", *map(str, args)])
@@ -146,7 +146,8 @@ def test_the_command(default_checkpoint, tiny, tmp_path, monkeypatch, capsys):
     # The default model in its own bits: with kernels, activations are rounded to 8 bits; weights are not rounded again.
     file = json.loads(run(text, "--reference_checkpoint_path", default_checkpoint, "--json"))
     assert 0 <= file["kl_nats"] < 0.03 and file["top1_agreement"] > 0.9
-    one = json.loads(run(text, "--reference_checkpoint_path", default_checkpoint, "--json", "--max_tokens", 9))
+    small = ("--checkpoint_path", checkpoints[None], "--reference_checkpoint_path", checkpoints[None])
+    one = json.loads(run(text, *small, "--json", "--max_tokens", 9))
     assert one["kl_ci95"] is None, "a single window has no interval"
     command = [sys.executable, str(ROOT / "evaluate.py"), "--text", str(text), "--max_tokens", "9"]
     assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("perplexity ")

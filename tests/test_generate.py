@@ -151,10 +151,9 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
     assert shown == f"--- prompt 1, sample 1 ---\n{said}--- prompt 1, sample 2 ---\n{said}"
 
 
-@pytest.mark.slow
-def test_several_samples_have_headings(default_checkpoint, capsys, monkeypatch):
+def test_several_samples_have_headings(checkpoints, capsys, monkeypatch):
     """Each says which prompt and which of its samples it is. A synthetic prompt is described, not printed."""
-    args = ["--max_new_tokens", 5, *GREEDY, "--synthetic_prompt", 9]
+    args = ["--checkpoint_path", checkpoints[None], "--max_new_tokens", 5, *GREEDY, "--synthetic_prompt", 9]
     single, _ = main(capsys, monkeypatch, *args)
     described, answer = single.split("\n", 1)
     assert described == "(9 arbitrary tokens, not shown)"
@@ -165,7 +164,7 @@ def test_several_samples_have_headings(default_checkpoint, capsys, monkeypatch):
     found = re.findall(r"^--- prompt (\d), sample (\d) ---\n(.{3})", shown, re.M)
     places = [("1", "One"), ("2", "Two"), ("3", "(9 ")]
     assert found == [(prompt, i, text) for samples in ("12", "34") for prompt, text in places for i in samples]
-    shown, _ = main(capsys, monkeypatch, "--prompt", "One", "--num_samples", 2, *args[:4])
+    shown, _ = main(capsys, monkeypatch, "--prompt", "One", "--num_samples", 2, *args[:6])
     assert [line for line in shown.splitlines() if line.startswith("---")] == [
         "--- prompt 1, sample 1 ---",
         "--- prompt 1, sample 2 ---",
@@ -387,15 +386,17 @@ def test_empty_prompt_without_a_bos_token(tiny, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_exit_codes_and_streams(tiny, default_checkpoint):
     """Errors are one line on stderr and exit code 2; text goes to stdout, the report to stderr; pipes may close."""
-    bad = run("--checkpoint_path", "/no/place")
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("generate.py: error: /no/place") and len(bad.stderr.splitlines()) == 1
-    good = run("--prompt", "Once upon a time", "--max_new_tokens", 8, *GREEDY)
-    assert good.returncode == 0 and good.stdout == "Once upon a time, the city of Nova Haven was a\n"
-    assert re.search(r"^8 tokens, [\d.]+ tokens/s; prefill \d+ ms; \d+ MB\n$", good.stderr, re.M)
     command = f"{sys.executable} {ROOT / 'generate.py'} --max_new_tokens 30 | head -c 5; exit ${{PIPESTATUS[0]}}"
-    piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert piped.stdout == "Hello" and "Traceback" not in piped.stderr and piped.returncode == 141
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(["bash", "-c", command], **pipes) as piped:
+        good = run("--prompt", "Once upon a time", "--max_new_tokens", 8, *GREEDY)
+        assert good.returncode == 0 and good.stdout == "Once upon a time, the city of Nova Haven was a\n"
+        assert re.search(r"^8 tokens, [\d.]+ tokens/s; prefill \d+ ms; \d+ MB\n$", good.stderr, re.M)
+        bad = run("--checkpoint_path", "/no/place")
+        assert (bad.returncode, bad.stdout) == (2, "")
+        assert bad.stderr.startswith("generate.py: error: /no/place") and len(bad.stderr.splitlines()) == 1
+        out, err = piped.communicate()
+    assert out == "Hello" and "Traceback" not in err and piped.returncode == 141
 
 
 @pytest.mark.parametrize(
@@ -449,19 +450,20 @@ def test_the_report_is_one_line_unless_all_of_it_is_asked_for(tiny, capsys, monk
 @pytest.mark.parametrize(
     "how", [["--prompt", "Once upon a time"], ["--chat", "--prompt", "Hi"], ["--synthetic_prompt", 9]]
 )
-def test_quiet_prints_the_answer_alone(default_checkpoint, capsys, monkeypatch, how):
-    args = [*how, "--max_new_tokens", 8, *GREEDY]
+def test_quiet_prints_the_answer_alone(checkpoints, capsys, monkeypatch, how):
+    args = ["--checkpoint_path", checkpoints[None], *how, "--max_new_tokens", 8, *GREEDY]
     [sample] = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
     assert main(capsys, monkeypatch, *args, "--quiet") == (sample["text"] + "\n", "")
 
 
-def test_quiet_tells_several_answers_apart_and_still_prints_errors(default_checkpoint, capsys, monkeypatch):
-    args = ["--prompt", "One", "--prompt", "Two", "--max_new_tokens", 5, *GREEDY, "--quiet"]
+def test_quiet_tells_several_answers_apart_and_still_prints_errors(checkpoints, capsys, monkeypatch):
+    args = ["--checkpoint_path", checkpoints[None], "--prompt", "One", "--prompt", "Two", "--quiet"]
+    args += ["--max_new_tokens", 5, *GREEDY]
     texts = [sample["text"] for sample in main(capsys, monkeypatch, *args, "--json")[0]["samples"]]
     shown = "".join(f"--- prompt {i + 1}, sample 1 ---\n{text}\n\n" for i, text in enumerate(texts))
     assert main(capsys, monkeypatch, *args) == (shown.removesuffix("\n") + "\n", "")
 
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--quiet", "--prompt", "x " * 9000])
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:3], "--quiet", "--prompt", "x " * 9000])
     with pytest.raises(SystemExit):
         run_command(program.main)
     assert re.fullmatch(r"generate.py: error: the prompt has \d+ tokens, .*\n", capsys.readouterr().err)
@@ -487,7 +489,7 @@ def test_compiled_program(tiny, capsys, monkeypatch):
     """--compile and --compile_prefill give the tokens of an eager run. After warm-up nothing is compiled."""
     torch._dynamo.reset()
     prompts = random_prompts((4, 23))
-    args = ["--checkpoint_path", tiny("llama-gqa-biased")[2], "--dtype", "float32", "--json", "--max_new_tokens", 25]
+    args = ["--checkpoint_path", tiny("llama-mha")[2], "--dtype", "float32", "--json", "--max_new_tokens", 25]
     args += [part for prompt in prompts for part in ("--prompt_ids", ids(prompt))]
     args += ["--num_samples", 2, "--top_k", 50, "--repetition_penalty", 1.1]
     eager, _ = main(capsys, monkeypatch, *args)

@@ -438,7 +438,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(tiny_model):
 # ---------------------------------------------------------------- the command line
 
 
-def test_generate_writes_json_that_fits(tmp_path, capsys, monkeypatch):
+def test_generate_writes_json_that_fits(checkpoints, tmp_path, capsys, monkeypatch):
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(POINT))
     options = [
@@ -461,4 +461,4 @@ def test_generate_writes_json_that_fits(tmp_path, capsys, monkeypatch):
     for text, why in (*refused, ("[1]", "schema.json: the schema: a schema must be an object")):
         schema.write_text(text)
         with pytest.raises(UserError, match=why):
-            main(capsys, monkeypatch, *options)
+            main(capsys, monkeypatch, "--checkpoint_path", checkpoints[None], *options)

@@ -542,9 +542,11 @@ def test_other_types_of_rope_scaling_are_refused(file, kind):
         with_fields(file, **{KIND: kind, FACTOR: 4.0}).config()
 
 
-def test_a_pattern_of_zero_means_that_all_layers_slide(file):
-    fields = {"qwen2.attention.sliding_window": 50, "qwen2.attention.sliding_window_pattern": 0}
-    assert with_fields(file, **fields).config().sliding_layers == (0, 1)
+@pytest.mark.parametrize("pattern, layers", [(0, (0, 1)), (2, (0,)), ([False, True], (1,))], ids=str)
+def test_a_pattern_says_which_layers_slide(file, pattern, layers):
+    """A number n: every n-th layer does not slide, and with 0 all do."""
+    fields = {"qwen2.attention.sliding_window": 50, "qwen2.attention.sliding_window_pattern": pattern}
+    assert with_fields(file, **fields).config().sliding_layers == layers
 
 
 # What llama-tokenize gives for the default model's file with another tokenizer.ggml.pre and without add_bos_token.

@@ -112,6 +112,7 @@ PARAMS = [
     dict(top_p=0.0),  # the likeliest token alone
     dict(repetition_penalty=1.7, top_k=7),
     dict(frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
+    dict(presence_penalty=0.7),
     dict(repetition_penalty=0.8, frequency_penalty=0.2, presence_penalty=0.9, top_p=0.9),
     dict(logit_bias=((3, 2.5), (52, -4.0)), top_k=9),
     dict(logit_bias=((3, 2.5), (17, 100.0)), repetition_penalty=1.5, temperature=0.0),

@@ -365,12 +365,14 @@ def epilogue(
 
 
 @triton.jit
-def apply_scales(y, sum_x, scales, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """sum x (q * scale + min), from y = sum x (q + OFFSET) and sum_x = sum x, both (BLOCK_N,...).
+def apply_scales(y, sum_x, scales, BITS: tl.constexpr, dtype: tl.constexpr):
+    """sum x (q * scale + min), from y = sum x u and sum_x = sum x, both (BLOCK_N,...), where u is what
+    `unpack` returns for q.
 
     scales: pointers (BLOCK_N,)."""
     values = tl.load(scales)
     if BITS == 4:
+        OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 0  # u - q
         scale = values.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         minimum = (values >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         y = y * scale[:, None] + sum_x * (minimum - OFFSET * scale)[:, None]
@@ -434,32 +436,61 @@ def linear_kernel(
 
     GROUPSIZE: columns that share a scale; 0 if a row has one scale or none. EVEN: C is a multiple of
     a tile's columns. SPLIT_K > 1: the columns are split over several programs (split-K), which write
-    float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares (SPLIT_K,M); reduce_kernel adds them. The
-    weights are the left operand of tl.dot, because then 8 rows of x fill a tensor core's operand; as
-    the left operand x would need 16 rows.
+    float32 sums to parts (SPLIT_K,1 or 2,M,N) and squares (SPLIT_K,M); reduce_kernel adds them.
     """
     # The first grid dimension is M, so that tiles with the same weights run together.
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.where(n < N, n, 0)
+    tiles = tl.cdiv(C, TILE_BITS // BITS)
+    each = tl.cdiv(tiles, SPLIT_K)
+    total, total_up, sum_x, square = sum_tiles(
+        x, weight, scales, norm, m, row, split * each, tl.minimum(split * each + each, tiles),
+        M, N, C, BITS, GROUPSIZE, GATED, EVEN, BLOCK_N,
+    )  # fmt: skip
+    if scales is not None and GROUPSIZE == 0:
+        total = apply_scales(total, sum_x, scales + row, BITS, dtype)
+        if GATED:
+            total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, dtype)
+    square_sum = None
+    if norm is not None:
+        square_sum = tl.sum(square, 0)
+
+    if SPLIT_K == 1:
+        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
+    else:
+        store_parts(total, total_up, square_sum, parts, squares, split, m, n, M, N, GATED)
+
+
+@triton.jit
+def sum_tiles(
+    x, weight, scales, norm, m, row, begin, stop, M, N, C,
+    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums (BLOCK_N,TILE_M) of linear_kernel for these rows over the tiles begin..stop, which are
+    scaled if GROUPSIZE. Returns those of y, up and x, and sums of squares of x (WIDTH,TILE_M).
+
+    The weights are the left operand of tl.dot, because then 8 rows of x fill a tensor core's operand;
+    as the left operand x would need 16 rows.
+    """
     COLUMNS: tl.constexpr = TILE_BITS // BITS
     FIELDS: tl.constexpr = 32 // BITS if BITS < 16 else 1
     WIDTH: tl.constexpr = COLUMNS // FIELDS  # columns of one tl.dot
     GROUPS: tl.constexpr = COLUMNS // GROUPSIZE if GROUPSIZE else 1  # groups of a tile
     EACH: tl.constexpr = FIELDS // GROUPS  # fields of a group
-    OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
+    dtype: tl.constexpr = x.dtype.element_ty
     ROWS = 2 * N if GATED else N
-    row = tl.where(n < N, n, 0)
-    tiles = tl.cdiv(C, COLUMNS)
-    each = tl.cdiv(tiles, SPLIT_K)
 
-    ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(x.dtype.element_ty)
+    ones = tl.full((BLOCK_N, WIDTH), 1.0, tl.float32).to(dtype)
     zeros = tl.zeros((BLOCK_N, TILE_M), tl.float32)
     total = zeros
     total_up = zeros
     sum_x = zeros
     square = tl.zeros((WIDTH, TILE_M), tl.float32)
-    for t in range(split * each, tl.minimum(split * each + each, tiles)):
+    for t in range(begin, stop):
         words = load_tile(weight, t, row, ROWS, C, BITS, EVEN)
         words_up = words
         if GATED:
@@ -476,29 +507,18 @@ def linear_kernel(
                 part, square = load_inputs(x, norm, square, m, c, M, C, EVEN)
                 if BITS == 4:  # on the idle tensor cores, which give each thread the sums it needs
                     sum_x = dot(ones, part, sum_x)
-                y = dot(unpack(words, g * EACH + i, BITS, part.dtype), part, y)
+                y = dot(unpack(words, g * EACH + i, BITS, dtype), part, y)
                 if GATED:
-                    up = dot(unpack(words_up, g * EACH + i, BITS, part.dtype), part, up)
+                    up = dot(unpack(words_up, g * EACH + i, BITS, dtype), part, up)
             if GROUPSIZE:
                 place = scales + (row.to(tl.int64) + t * ROWS) * GROUPS
-                total += apply_scales(y, sum_x, place + g, BITS, OFFSET)
+                total += apply_scales(y, sum_x, place + g, BITS, dtype)
                 if GATED:
-                    total_up += apply_scales(up, sum_x, place + N * GROUPS + g, BITS, OFFSET)
+                    total_up += apply_scales(up, sum_x, place + N * GROUPS + g, BITS, dtype)
             else:
                 total = y
                 total_up = up
-
-    if scales is not None and GROUPSIZE == 0:
-        total = apply_scales(total, sum_x, scales + row, BITS, OFFSET)
-        if GATED:
-            total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, OFFSET)
-    square_sum = None
-    if norm is not None:
-        square_sum = tl.sum(square, 0)
-    if SPLIT_K == 1:
-        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
-    else:
-        store_parts(total, total_up, square_sum, parts, squares, split, m, n, M, N, GATED)
+    return total, total_up, sum_x, square
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -544,7 +564,6 @@ def matmul_kernel(
     row = tl.where(n < N, n, 0)
     FIELDS: tl.constexpr = 32 // BITS
     GROUPS: tl.constexpr = 32 * FIELDS // GROUPSIZE if GROUPSIZE else 1
-    OFFSET: tl.constexpr = 128 if BITS == 4 and x.dtype.element_ty == tl.bfloat16 else 0
     one = tl.full((BLOCK_N, 32), 1.0, tl.float32)
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -559,7 +578,7 @@ def matmul_kernel(
             if GROUPSIZE:
                 place = scales + (row.to(tl.int64) + t * N) * GROUPS + j * GROUPS // FIELDS
             levels = unpack(words, j, BITS, part.dtype).to(tl.float32)
-            w = apply_scales(levels, one, place, BITS, OFFSET)
+            w = apply_scales(levels, one, place, BITS, part.dtype)
             total = dot(part, tl.trans(w.to(part.dtype)), total)
 
     if bias is not None:
@@ -874,7 +893,7 @@ register(LIBRARY, "CUDA")
 # ---------------------------------------------------------------- sampling: sampling.py
 #
 # One program draws one token. It reads its logits once for the maximum and the log-sum-exp. If the
-# temperature is not 0, it also writes the logits after penalties to x (B,S,V) float32, and goes over
+# temperature is not 0, it also writes the adjusted logits to x (B,S,V) float32, and goes over
 # x for each filter and for the draw.
 
 
@@ -958,20 +977,35 @@ def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def penalize(y, at, n, V, counts, drafted, repetition, frequency, presence):
-    """The logits y (BLOCK,) of the tokens `at`, after penalties. drafted: the n tokens after those
-    that counts has."""
-    count = tl.load(counts + at, mask=at < V, other=0)
-    for i in range(n):
-        count += tl.where(tl.load(drafted + i) == at, 2, 0)
-    y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
-    return y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
+def adjust(
+    y, at, V, n, counts, drafted, repetition, frequency, presence, has_bias, logit_bias, has_mask, masks
+):  # fmt: skip
+    """The logits y (BLOCK,) of the tokens `at`, after penalties, biases and masks. drafted: the n
+    tokens after those that counts has."""
+    if (repetition != 1) | (frequency != 0) | (presence != 0):
+        count = tl.load(counts + at, mask=at < V, other=0)
+        for i in range(n):
+            count += tl.where(tl.load(drafted + i) == at, 2, 0)
+        y = tl.where(count > 0, tl.where(y < 0, y * repetition, y / repetition), y)
+        y = y - (count >> 1).to(tl.float32) * frequency - tl.where(count > 1, presence, 0.0)
+    if has_bias:
+        y += tl.load(logit_bias + at, mask=at < V, other=0.0)
+    if has_mask:
+        bits = tl.load(masks + at // 32, mask=at < V, other=0) >> (at % 32)
+        y = tl.where((bits & 1) != 0, y, float("-inf"))
+    return y
 
 
 @triton.jit
-def draw(x, V, largest, temperature, k, p, min_ratio, seed, position, BLOCK: tl.constexpr):
-    """Apply top-k, top-p and min-p to the penalized logits x (V,), of which largest is one, and draw
+def draw(
+    x, V, largest, temperature, top_k, top_p, min_p, seed, row, position, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Apply top-k, top-p and min-p to the adjusted logits x (V,), of which largest is one, and draw
     a token id."""
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    min_ratio = tl.load(min_p + row)
+    seed = tl.load(seed + row)
     inverse = tl.minimum(1 / temperature, 3.4028234663852886e38)  # the largest float32
     if (k > 0) & (k < V):
         keep_top_mass(x, V, k, largest, inverse, False, BLOCK)
@@ -1004,9 +1038,8 @@ def sample_kernel(
     frequency_penalty, presence_penalty, counts, biased, logit_bias, masks, mask_start, x, ids,
     logprobs, S, V, W, P, words, D, b_stride, s_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the largest
-    penalized logit with its first index, and the softmax state of the raw logits: the running
-    maximum m and the running sum l of exp(logit - m)."""
+    """sampling.sample: grid (B * S,). A lane reads every BLOCK-th logit. It keeps the first of its
+    largest adjusted logits, and the running m = max(x) and l = sum exp(x - m) of its raw logits x."""
     b = tl.program_id(0) // S
     s = tl.program_id(0) % S
     lane = tl.arange(0, BLOCK)
@@ -1020,6 +1053,7 @@ def sample_kernel(
     temperature = tl.load(temperature + row)
     has_bias = tl.load(biased + row)
     first_masked = tl.load(mask_start + row)
+    counts += row * W
     logit_bias += row * W
     mask = tl.maximum(place + s - first_masked, 0)  # which of the row's P masks
     masks += (row * P + mask) * words
@@ -1037,14 +1071,10 @@ def sample_kernel(
             m_new = tl.where(y > m, y, m)
             l = l * tl.exp(m - m_new) + tl.exp(y - m_new)  # stays NaN if any y is NaN
             m = m_new
-            if (repetition != 1) | (frequency != 0) | (presence != 0):
-                n = D - S + 1 + s  # drafted tokens before this position
-                y = penalize(y, at, n, V, counts + row * W, drafted + b * D, repetition, frequency, presence)
-            if has_bias:
-                y += tl.load(logit_bias + at, mask=at < V, other=0.0)
-            if first_masked >= 0:
-                bits = tl.load(masks + at // 32, mask=at < V, other=0) >> (at % 32)
-                y = tl.where((bits & 1) != 0, y, float("-inf"))
+            y = adjust(
+                y, at, V, D - S + 1 + s, counts, drafted + b * D, repetition, frequency, presence,
+                has_bias, logit_bias, first_masked >= 0, masks,
+            )  # fmt: skip
             best_at = tl.where(y > best, at, best_at)
             best = tl.where(y > best, y, best)
             if temperature > 0:
@@ -1057,11 +1087,7 @@ def sample_kernel(
         if (largest > float("-inf")) & (largest < float("inf")) & (log_sum == log_sum):
             chosen = tl.min(tl.where(best == largest, best_at, V), 0)
             if temperature > 0:
-                k = tl.load(top_k + row)
-                p = tl.load(top_p + row)
-                min_ratio = tl.load(min_p + row)
-                seed_of_row = tl.load(seed + row)
-                chosen = draw(x, V, largest, temperature, k, p, min_ratio, seed_of_row, place + s, BLOCK)
+                chosen = draw(x, V, largest, temperature, top_k, top_p, min_p, seed, row, place + s, BLOCK)
             token = chosen.to(tl.int64)
             logprob = (tl.load(logits + chosen).to(tl.float32) - m_all) - log_sum
 

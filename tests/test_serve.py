@@ -934,7 +934,6 @@ WITHOUT_WEB_LIBRARIES = """if True:
     sys.modules.update(dict.fromkeys(("starlette", "uvicorn", "h11", "prometheus_client")))
     sys.argv = ["serve.py", "--checkpoint_path", "/nowhere"]
     import serve
-import tokenizer
     try:
         serve.parse_arguments(["--help"])
     except SystemExit:

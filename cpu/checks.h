@@ -62,7 +62,7 @@ struct PreparedLayer {
 // How many groups of 32 columns share a scale, if each `groupsize` of the C columns have one.
 int64_t groups_per_scale(int64_t groupsize, int64_t C) {
   TORCH_CHECK(groupsize >= C || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
-              " columns are no multiple of 32");
+              " columns are not a multiple of 32");
   return groupsize >= C ? (C + GROUP - 1) / GROUP : groupsize / GROUP;
 }
 

@@ -170,7 +170,7 @@ Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_
   checked(k_cache, "k_cache", c10::CppTypeToScalarType<T>::value, {-1, -1, -1, -1});
   checked(v_cache, "v_cache", k_cache.scalar_type(), k_cache.sizes());
   const int64_t R = k_cache.size(0), K = k_cache.size(1), slots = k_cache.size(2);
-  TORCH_CHECK(K > 0 && H % K == 0, H, " query heads are no multiple of ", K, " key heads");
+  TORCH_CHECK(K > 0 && H % K == 0, H, " query heads are not a multiple of ", K, " key heads");
   TORCH_CHECK(slots < (1 << 30) && (rows || B <= R), "a cache of ", k_cache.sizes(), " for ", B, " rows");
   const int64_t* positions = checked(input_pos, "input_pos", at::kLong, {B, S}).const_data_ptr<int64_t>();
   const int64_t* row = data<int64_t>(checked(rows, "rows", at::kLong, {B}));

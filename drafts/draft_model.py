@@ -5,7 +5,6 @@ which draws tokens with a model; the two drafts of this kind, SelfDraft with the
 and ModelDraft with its own; next_token, one step of a drafter. Knows nothing of text.
 """
 
-import os
 import time
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafts.draft import Batch, Draft, Proposal, full_width_choices
-from engine import Engine
+from engine import Engine, common_prefix_length
 from formats import QuantizedLinear, Scheme, pack
 from model import Transformer, pad_rows
 from report import synchronize, weight_bytes
@@ -181,7 +180,8 @@ class ModelDraft(Drafter):
         # as far as the engine has reused it: after Engine.clear, both models read the whole prompt,
         # so that a measurement includes that. A prefix that the engine has copied from another row
         # is not copied in the draft's cache: what this row lacks, catch_up reads again.
-        self.cached[row] = os.path.commonprefix([self.cached[row], tokens[:cached]])
+        n = common_prefix_length(self.cached[row], tokens[:cached])
+        self.cached[row] = tokens[:n]
 
     def remove(self, row: int):
         self.drafted_in_cache.pop(row, None)

@@ -73,7 +73,7 @@ def good_requests_beside(server, good_requests):
             for body, text in good_requests:
                 status, answer = server.request("POST", "/v1/completions", body)
                 found.append(status == 200 and json.loads(answer)["choices"][0]["text"] == text or (status, answer))
-            done.wait(0.05)
+            done.wait(0.1)
 
     thread = threading.Thread(target=work)
     thread.start()

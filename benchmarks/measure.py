@@ -1,9 +1,10 @@
 """What the benchmarks share: rounds and ratios, timing, generate.py and servers as processes, a table, the JSON file.
 
-Absolute times vary on a machine that does other work, too. So the contestants take turns: every contestant runs once in
-a round, and each round begins with another contestant. Two contestants are compared by the ratio within each round, of
-which the median over the rounds is reported. The spread is the smallest and the largest of these ratios. A script that
-imports this file can import the repository's programs.
+Absolute times vary on a machine that does other work, too. So the contestants take turns: every
+contestant runs once in a round, and each round begins with another contestant. Two contestants are
+compared by the ratio within each round, and the median over the rounds is reported. The spread is
+the smallest and the largest of these ratios. A script that imports this file can import the
+repository's programs.
 """
 
 import argparse
@@ -45,20 +46,23 @@ from report import synchronize
 from sampling import SamplingParams
 from sources.wheels import default_gguf
 
-BF16, CPU = torch.bfloat16, torch.device("cpu")
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 FORMATS = ("bf16", "int8", "int4")
-WITH_FILE = (*FORMATS, "file")  # file: a GGUF file in its own bits
-RATES = DECODE, PREFILL = "decode_tokens_per_s", "prefill_tokens_per_s"
+WITH_FILE = (*FORMATS, "file")  # file: a GGUF file in its own format
+DECODE = "decode_tokens_per_s"
+PREFILL = "prefill_tokens_per_s"
+RATES = (DECODE, PREFILL)
 SAMPLES = 4  # --num_samples in each run of generate.py
-START_S = 120.0  # within which a server must have started
+START_S = 120.0  # a server that has not started within this time has failed
 
 
 class Peer(NamedTuple):
     """A program that reads GGUF files."""
 
-    prefix: str  # of the options that name its programs
-    settings: tuple[str, ...]  # of its llama-bench; the best one counts
+    prefix: str  # the first word of the options that name its programs
+    settings: tuple[str, ...]  # options of its llama-bench; the best setting counts
 
 
 PEERS = {
@@ -70,13 +74,17 @@ PEERS = {
 
 
 def take_turns(contestants: dict[str, Callable], rounds: int, warm_up: int = 1) -> dict[str, list]:
-    """The results of every contestant, one per round. Each round begins with another contestant. The results of
-    warm-up rounds are dropped."""
-    results, names = {name: [] for name in contestants}, list(contestants)
+    """The results of every contestant, one per round.
+
+    Each round begins with another contestant. The results of warm-up rounds are dropped.
+    """
+    results = {name: [] for name in contestants}
+    names = list(contestants)
     for i in range(-warm_up, rounds):
-        print_status(f"round {i + 1} of {rounds}" if i >= 0 else "warm-up")
+        print_status("warm-up" if i < 0 else f"round {i + 1} of {rounds}")
         gc.collect()
-        compiled, first = compile_counts(), i % len(names)
+        compiled = compile_counts()
+        first = i % len(names)
         for name in names[first:] + names[:first]:
             result = contestants[name]()
             if i >= 0:
@@ -104,14 +112,15 @@ def ratio(name: str, ours: Sequence[float], others: Sequence[float]) -> dict:
 def rate_ratios(suffix: str, ours: list[dict], others: list[dict]) -> dict:
     """The ratios of both rates as decode`suffix` and prefill`suffix`, with their spreads."""
     decode = ratio(f"decode{suffix}", column(ours, DECODE), column(others, DECODE))
-    return decode | ratio(f"prefill{suffix}", column(ours, PREFILL), column(others, PREFILL))
+    prefill = ratio(f"prefill{suffix}", column(ours, PREFILL), column(others, PREFILL))
+    return decode | prefill
 
 
 # ---------------------------------------------------------------- what is measured in this process
 
 
 def in_a_row(works: Sequence[Callable]) -> Callable:
-    """One function that calls all of these and keeps no result, so that its memory can be used again."""
+    """One function that calls all of these and frees each result before the next call."""
 
     def call_all():
         for work in works:
@@ -142,8 +151,10 @@ def time_decode(engine: Engine, context: int, steps: int) -> Timing:
         block.attention.cache.v.normal_()
     for row in engine.rows:
         row.tokens = [0] * context
+
     engine.reset_timing()
-    generate(engine, [Request([0] * (context + 1), GREEDY, steps + 1) for _ in engine.rows])
+    prompt = [0] * (context + 1)
+    generate(engine, [Request(prompt, GREEDY, steps + 1) for _ in engine.rows])
     return engine.timing
 
 
@@ -154,34 +165,44 @@ def run_program(*command) -> str:
     """Run a program and return its stdout. If it fails, raise a UserError with its stderr."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)  # killed on Ctrl-C
     if done.returncode:
-        raise UserError(f"{shlex.join(done.args)} failed ({done.returncode}): {done.stderr.strip()}")
+        failed = f"{shlex.join(done.args)} failed ({done.returncode})"
+        raise UserError(f"{failed}: {done.stderr.strip()}")
     return done.stdout
 
 
 def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) -> dict:
     """The JSON of a checkout's generate.py, greedy, after `prompt` tokens.
 
-    The first prefill of a process also pays for memory that is touched for the first time, so the rate of prefill is
-    that of the other samples.
+    The first prefill of a process also pays for memory that is touched for the first time, so the
+    rate of prefill is that of the other samples.
     """
-    sizes = ["--synthetic_prompt", prompt, "--max_new_tokens", new, "--num_samples", SAMPLES, "--batch_size", rows]
-    options = ["--ignore_eos", "--temperature", 0, "--json", *flags]
-    result = json.loads(run_program(sys.executable, tree / "generate.py", *sizes, *options))
+    command = [sys.executable, tree / "generate.py", "--num_samples", SAMPLES, "--batch_size", rows]
+    command += ["--synthetic_prompt", prompt, "--max_new_tokens", new]
+    command += ["--ignore_eos", "--temperature", 0, "--json", *flags]
+    result = json.loads(run_program(*command))
     if result["recompiles"]:
-        print_status(f"{result['recompiles']} graphs were compiled while it was measured: its rates are too low")
+        compiled = f"{result['recompiles']} graphs were compiled while it was measured"
+        print_status(f"{compiled}: its rates are too low")
+
     tokens = rows * prompt
     later_s = SAMPLES * tokens / result[PREFILL] - result["time_to_first_token_s"]
     return result | {PREFILL: (SAMPLES - 1) * tokens / later_s}
 
 
 def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: Path = ROOT, rows: int = 1) -> dict:
-    """Both rates of generate.py for a checkpoint in one format, each from a run of its own, with bytes and memory."""
+    """Both rates of generate.py for a checkpoint in one format, with bytes and memory.
+
+    Each rate is from a run of its own.
+    """
     print_status(f"{format} {flags}")
     with_path = [*flags.split(), "--checkpoint_path", quantized(source, format)]
-    decode = run_generate(tree, with_path, 5, args.new_tokens + 1, rows)  # prefill makes the first of the new tokens
+    new_tokens = args.new_tokens + 1  # prefill makes the first of them
+    decode = run_generate(tree, with_path, 5, new_tokens, rows)
     prefill = run_generate(tree, with_path, args.prompt_tokens, 1, rows)
-    keys = (DECODE, "weight_bytes_per_token", "kv_bytes_per_token")
-    return {key: decode[key] for key in keys} | {
+    return {
+        DECODE: decode[DECODE],
+        "weight_bytes_per_token": decode["weight_bytes_per_token"],
+        "kv_bytes_per_token": decode["kv_bytes_per_token"],
         PREFILL: prefill[PREFILL],
         "compile_s": decode["compile_s"] + prefill["compile_s"],
         "peak_memory_bytes": max(decode["peak_memory_bytes"], prefill["peak_memory_bytes"]),
@@ -189,14 +210,19 @@ def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: 
 
 
 def quantized(source: str | None, format: str) -> Path:
-    """The directory of a model in bf16, or in int8 or int4 in groups of 32, which is made once, and again only after it
-    has been deleted; or the source itself (file), such as a GGUF file in its own bits."""
+    """The directory of a model in bf16, or in int8 or int4 in groups of 32.
+
+    It is written if it does not exist. With the format "file" it is the source itself, such as a
+    GGUF file in its own format.
+    """
     if format == "file":
-        return Path(source) if source else default_gguf()
+        return Path(source or default_gguf())
     opened = open_checkpoint(source, dequantize=True)
-    is_directory = opened.path.is_dir() and is_ours(opened.path)
-    folder = opened.path.resolve().parent if is_directory else CHECKPOINTS
-    out = folder / (opened.name if format == "bf16" else f"{opened.name}-{format}-g32")
+    folder = CHECKPOINTS
+    if opened.path.is_dir() and is_ours(opened.path):
+        folder = opened.path.resolve().parent
+    suffix = "" if format == "bf16" else f"-{format}-g32"
+    out = folder / f"{opened.name}{suffix}"
     if out.exists():
         return out
     print_status(f"writing {out.name}")
@@ -207,62 +233,89 @@ def quantized(source: str | None, format: str) -> Path:
 
 
 def format_of(path: Path) -> str:
-    """The format in the name of a file or directory, such as Q4_0 in MODEL.Q4_0.gguf or int4 in MODEL-int4-g32."""
+    """The format in the name of a file or directory.
+
+    For example, it is Q4_0 in MODEL.Q4_0.gguf and int4 in MODEL-int4-g32.
+    """
     found = re.findall(r"[.-]((?:bf|f|i?q|int)\d\w*)", path.name.removesuffix(".gguf"), re.I)
     return found[-1] if found else "file"
 
 
 def weight_bits(name: str) -> int | None:
-    """Bits of a weight by the last word of a contestant's name: 16 of "transformers bf16", 4 of "llama.cpp Q4_0"."""
+    """The bits of a weight according to the last word of a contestant's name.
+
+    For example, "transformers bf16" has 16 bits and "llama.cpp Q4_0" has 4.
+    """
     match = re.match(r"[a-z]+(\d+)", name.split()[-1], re.I)
     return int(match[1]) if match else None
 
 
 def run_llama_bench(args, program: str, gguf: Path, settings: Sequence[str]) -> dict[str, dict]:
-    """Both rates of a peer's llama-bench for one row in each of its settings. A setting with which it fails is left
-    out."""
-    sizes = ["-p", args.prompt_tokens, "-n", args.new_tokens, "-t", torch.get_num_threads(), "-r", 1, "-o", "json"]
+    """Both rates of a peer's llama-bench for one row in each of its settings.
+
+    A setting with which it fails is left out.
+    """
+    command = [program, "-m", gguf, "-p", args.prompt_tokens, "-n", args.new_tokens]
+    command += ["-t", torch.get_num_threads(), "-r", 1, "-o", "json"]
     found = {}
     for setting in settings:
         print_status(f"{program} {gguf.name} {setting}")
         try:
-            tests = json.loads(run_program(program, "-m", gguf, *sizes, *setting.split()))
+            tests = json.loads(run_program(*command, *setting.split()))
         except (UserError, ValueError) as error:
             print_status(f"left out: {str(error)[:300]}")
             continue
-        found[setting] = {DECODE if test["n_gen"] else PREFILL: test["avg_ts"] for test in tests}
-        found[setting]["build"] = tests[0]["build_commit"]
+        result = {"build": tests[0]["build_commit"]}
+        for test in tests:
+            result[DECODE if test["n_gen"] else PREFILL] = test["avg_ts"]
+        found[setting] = result
     return found
 
 
 def keep_best_settings(rounds: dict[str, list]) -> dict[str, dict]:
-    """Replace the results of each peer by its two rates, each in the setting whose median over the rounds is the
-    highest. (The highest rate of each round would flatter a program that has many settings.) A peer without a setting
-    that worked in every round is left out. Returns these settings and the build of each peer."""
+    """Replace the results of each peer by its two rates, each in its best setting.
+
+    The best setting has the highest median over the rounds. (The highest rate of each round would
+    flatter a program that has many settings.) A peer without a setting that worked in every round
+    is left out. Return these settings and the build of each peer.
+    """
     about = {}
-    for name in [name for name in rounds if name.split()[0] in PEERS]:
+    for name in list(rounds):
+        if name.split()[0] not in PEERS:
+            continue
         mine = rounds.pop(name)
         settings = [setting for setting in mine[0] if all(setting in one for one in mine)]
         if not settings:
             print_status(f"{name} is left out: it had no setting that worked in every round")
             continue
-        best = {rate: max(settings, key=lambda one: median(found[one][rate] for found in mine)) for rate in RATES}
+
+        best = {rate: best_setting(mine, settings, rate) for rate in RATES}
         rounds[name] = [{rate: one[best[rate]][rate] for rate in RATES} for one in mine]
         about[name] = {"settings": best, "build": mine[0][settings[0]]["build"]}
     return about
 
 
+def best_setting(rounds: list[dict], settings: list[str], rate: str) -> str:
+    return max(settings, key=lambda setting: median(one[setting][rate] for one in rounds))
+
+
 def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
-    """The peers that were named, on these files: "PEER FORMAT" -> run_llama_bench, for `keep_best_settings`."""
+    """The contestants "PEER FORMAT": the peers that were named, on these files.
+
+    Their results are those of run_llama_bench, for `keep_best_settings`.
+    """
     benches = {}
     for (name, peer), path in itertools.product(PEERS.items(), ggufs):
-        if program := getattr(args, f"{peer.prefix}_bench"):
-            if not (found := shutil.which(program)):
-                raise UserError(f"{program} is no program")
-            key = f"{name} {format_of(path)}"
-            if key in benches:
-                raise UserError(f"the names of two files say that they are in the same format: {path}")
-            benches[key] = partial(run_llama_bench, args, found, path, peer.settings)
+        program = getattr(args, f"{peer.prefix}_bench")
+        if not program:
+            continue
+        found = shutil.which(program)
+        if found is None:
+            raise UserError(f"{program} is not a program")
+        key = f"{name} {format_of(path)}"
+        if key in benches:
+            raise UserError(f"the names of two files say that they are in the same format: {path}")
+        benches[key] = partial(run_llama_bench, args, found, path, peer.settings)
     return benches
 
 
@@ -271,15 +324,18 @@ def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
 
 @contextmanager
 def server(command: list, log: Path, port: int):
-    """A server on a port of this machine, until the end of the block."""
+    """Run a server on a port of this machine until the end of the block."""
     with log.open("w") as file:
-        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(list(map(str, command)), **streams)
+
     try:
         end = time.monotonic() + START_S
         while not healthy(port):
             if process.poll() is not None or time.monotonic() > end:
-                line = (log.read_text(errors="replace").strip() or "nothing printed").splitlines()[-1]
-                raise UserError(f"{Path(command[0]).name} did not start: {line}")
+                printed = log.read_text(errors="replace").strip() or "nothing printed"
+                last_line = printed.splitlines()[-1]
+                raise UserError(f"{Path(command[0]).name} did not start: {last_line}")
             time.sleep(0.1)
         yield process.pid
     finally:
@@ -305,27 +361,39 @@ def free_port() -> int:
 
 @contextmanager
 def all_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
-    """Our server and those of the peers that were named, each with rows for `streams` requests of `length` tokens,
-    until the end of the block: name -> port, and our process id."""
-    programs = {name: getattr(args, f"{peer.prefix}_server") for name, peer in PEERS.items()}
-    programs = {name: program for name, program in programs.items() if program}
+    """Run our server and those of the peers that were named until the end of the block.
+
+    Each has rows for `streams` requests of `length` tokens. Yields the port of each server by its
+    name, and our process id.
+    """
+    programs = {}
+    for name, peer in PEERS.items():
+        program = getattr(args, f"{peer.prefix}_server")
+        if program:
+            programs[name] = program
     if bool(programs) != (args.gguf is not None):
         raise UserError("a peer's server and --gguf belong together")
-    logs, ports = [], {}
+
+    logs = []
+    ports = {}
     with ExitStack() as servers:
 
         def start(name: str, *command) -> int:
-            logs.append(out.with_suffix(f".{name}.log"))
-            ports[name] = free_port()
-            return servers.enter_context(server([*command, "--port", ports[name]], logs[-1], ports[name]))
+            log = out.with_suffix(f".{name}.log")
+            port = free_port()
+            logs.append(log)
+            ports[name] = port
+            return servers.enter_context(server([*command, "--port", port], log, port))
 
-        rows = ["--max_batch_size", streams, "--max_seq_length", length]
-        pid = start("fastpath", sys.executable, ROOT / "serve.py", "--checkpoint_path", directory, *rows, *options)
+        command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", directory]
+        command += ["--max_batch_size", streams, "--max_seq_length", length]
+        pid = start("fastpath", *command, *options)
         for name, program in programs.items():
-            rows = ["-np", streams, "-c", streams * length, "-t", torch.get_num_threads()]
-            theirs = shlex.split(getattr(args, f"{PEERS[name].prefix}_options"))
-            start(name, program.resolve(), "-m", args.gguf, *rows, *theirs)
+            command = [program.resolve(), "-m", args.gguf, "-t", torch.get_num_threads()]
+            command += ["-np", streams, "-c", streams * length]
+            start(name, *command, *shlex.split(getattr(args, f"{PEERS[name].prefix}_options")))
         yield ports, pid
+
     for log in logs:
         log.unlink(missing_ok=True)
 
@@ -335,64 +403,94 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
 
 def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     """A parser with --out, --checkpoint_path, and the script's own counts with their defaults."""
-    parser = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the JSON file to write (benchmarks/results/PROGRAM_DEVICE.json)")
-    parser.add_argument("--checkpoint_path", help="as for generate.py (SmolLM2-135M-Instruct)")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=description, formatter_class=raw)
+    add = parser.add_argument
+    out_help = "the JSON file to write (benchmarks/results/PROGRAM_DEVICE.json)"
+    add("--out", type=Path, help=out_help)
+    add("--checkpoint_path", help="as for generate.py (SmolLM2-135M-Instruct)")
     for option, default in counts.items():
-        parser.add_argument(option, type=positive, default=default, help=f"default: {default}")
+        add(option, type=positive, default=default, help=f"default: {default}")
     return parser
 
 
 def add_bench_options(parser: ArgumentParser):
+    add = parser.add_argument
     for name, peer in PEERS.items():
-        parser.add_argument(f"--{peer.prefix}_bench", metavar="PROGRAM", help=f"{name}'s llama-bench")
-    parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="the model in files for the peers")
+        add(f"--{peer.prefix}_bench", metavar="PROGRAM", help=f"{name}'s llama-bench")
+    add("--gguf", nargs="+", type=Path, default=[], help="the model in files for the peers")
 
 
 def add_server_options(parser: ArgumentParser):
-    parser.add_argument("--format", choices=WITH_FILE, default="int4", help="of the weights; file: the source as it is")
+    add = parser.add_argument
+    format_help = "format of the weights (int4); file: the source in its own format"
+    add("--format", choices=WITH_FILE, default="int4", help=format_help)
     for name, peer in PEERS.items():
-        parser.add_argument(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=f"{name}'s llama-server")
-        parser.add_argument(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="more options for it")
-    parser.add_argument("--gguf", type=Path, help="the model in a file for the peers")
+        server_help = f"{name}'s llama-server"
+        add(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=server_help)
+        add(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="more options for it")
+    add("--gguf", type=Path, help="the model in a file for the peers")
 
 
 def print_table(rows: list[dict], columns: dict[str, str]):
-    """Print a Markdown table. columns: key of the rows -> format of its values. Missing values are left empty."""
+    """Print a Markdown table. columns: the keys of the rows to show, and the formats of their values.
+
+    Missing values are left empty.
+    """
 
     def cell(value, spec: str) -> str:
         if value is None:
             return ""
-        return "-".join(format(one, spec) for one in value) if isinstance(value, list) else format(value, spec)
+        values = value if isinstance(value, list) else [value]
+        return "-".join(format(one, spec) for one in values)
 
-    lines = [list(columns), *([cell(row.get(key), spec) for key, spec in columns.items()] for row in rows)]
+    lines = [list(columns)]
+    for row in rows:
+        lines.append([cell(row.get(key), spec) for key, spec in columns.items()])
     widths = [max(map(len, cells)) for cells in zip(*lines)]
     lines.insert(1, ["".ljust(width, "-") for width in widths])
     for line in lines:
-        print("|", " | ".join(text.ljust(width) for text, width in zip(line, widths)), "|")
+        padded = [text.ljust(width) for text, width in zip(line, widths)]
+        print("|", " | ".join(padded), "|")
 
 
 def without_folders(argument: str) -> str:
-    """An argument of the command line; of an absolute path only the name, which says something on other machines."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+    """An argument of the command line, without the folders of an absolute path.
+
+    They would say nothing on other machines.
+    """
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(": ")[1]
+    return platform.machine()
 
 
 def save(name: str, result: dict, out: Path | None, device: torch.device = CPU):
-    """Write the result with date, machine, versions and command, to results/NAME_DEVICE.json unless `out` is given."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    machine = {
-        "cpu": next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine()),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-    }
-    imported = {library: sys.modules.get(library) for library in ("torch", "transformers", "triton")}
+    """Write the result with date, machine, versions and command.
+
+    The file is results/NAME_DEVICE.json unless `out` is given.
+    """
+    gpu = None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    versions = {}
+    for library in ("torch", "transformers", "triton"):
+        if library in sys.modules:
+            versions[library] = sys.modules[library].__version__
+    command = ["python", f"benchmarks/{name}.py", *map(without_folders, sys.argv[1:])]
     about = {
         "date": datetime.date.today().isoformat(),
-        "machine": machine,
-        "versions": {library: module.__version__ for library, module in imported.items() if module},
-        "command": shlex.join(["python", f"benchmarks/{name}.py", *map(without_folders, sys.argv[1:])]),
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": threads, "gpu": gpu},
+        "versions": versions,
+        "command": shlex.join(command),
     }
+
     out = out or ROOT / "benchmarks" / "results" / f"{name}_{device.type}.json"
     out.write_text(json.dumps(about | result, indent=1) + "\n")
     print_status(f"written to {out}")

@@ -1,12 +1,14 @@
 """The quality of each quantized format: size, KL divergence and agreement with the unquantized model.
 
-quantize.py quantizes and evaluate.py compares, in float32 arithmetic, so that only the weights differ. The text is the
-language reference that comes with Python (pydoc_data.topics): English technical prose that no checkpoint here was
-calibrated on. int4-gptq is calibrated on text that the model writes itself.
+quantize.py quantizes and evaluate.py compares, in float32 arithmetic, so that only the weights
+differ. The text is the language reference that comes with Python (pydoc_data.topics): English
+technical prose that no checkpoint here was calibrated on. int4-gptq is calibrated on text that the
+model writes itself.
 
-The weights of a GGUF file are dequantized first, which is the reference. The default model was made from a 4-bit file
-with groups of 32, so int4 in groups of 32 reproduces its levels, while iq4_nl loses a second time; these rows say
-nothing about other models. Of another 4-bit file, such as a Q4_K_M, every 4-bit row loses a second time.
+The weights of a GGUF file are dequantized first, and this is the reference. The default model was
+made from a 4-bit file with groups of 32, so int4 in groups of 32 reproduces its levels, while
+iq4_nl loses a second time; these rows say nothing about other models. With another 4-bit file, such
+as a Q4_K_M, every 4-bit row loses a second time.
 """
 
 import pydoc_data.topics
@@ -31,7 +33,7 @@ WINDOW = 1024
 
 
 def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> dict:
-    """Size and perplexity of the first checkpoint and, if there is a second one, how far it differs from that."""
+    """Size and perplexity of the first checkpoint, and how far it differs from the second, if any."""
     size = sum(path.stat().st_size for path in directories[0].glob("*.safetensors"))
     models = [load_model(directory, dtype=torch.float32) for directory in directories]
     return {"bytes": size} | evaluate(models, tokenizer, ids, WINDOW, WINDOW // 2)
@@ -39,14 +41,20 @@ def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> di
 
 def main():
     parser = measure.make_parser(__doc__, {"--max_tokens": 4097})
+    add = parser.add_argument
     modes = list(dict.fromkeys(quantization.mode for quantization in SETTINGS))
-    parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="of the formats (all)")
-    parser.add_argument("--groupsizes", nargs="+", type=int, default=[0, 32, 64, 128], help="columns of a group (all)")
+    groupsizes = [0, 32, 64, 128]
+    groupsizes_help = "numbers of columns of a group (all)"
+    add("--modes", nargs="+", choices=modes, default=modes, help="modes of the formats (all)")
+    add("--groupsizes", nargs="+", type=int, default=groupsizes, help=groupsizes_help)
     args = parser.parse_args()
+
     source = measure.quantized(args.checkpoint_path, "bf16")
     tokenizer = Tokenizer(source)
-    ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values()))[: args.max_tokens]
-    reference, rows = quality([source], tokenizer, ids), []
+    text = "\n".join(pydoc_data.topics.topics.values())
+    ids = tokenizer.encode(text)[: args.max_tokens]
+    reference = quality([source], tokenizer, ids)
+    rows = []
     for quantization in SETTINGS:
         if quantization.mode not in args.modes or quantization.groupsize not in args.groupsizes:
             continue
@@ -56,10 +64,12 @@ def main():
             directory = Path(folder) / "model"
             quantize_checkpoint(source, directory, quantization)
             rows.append(row | quality([directory, source], tokenizer, ids))
-    columns = {"mode": "", "groupsize": "", "head": "", "bytes": ".3e", "kl_nats": ".5f", "kl_ci95": ".5f"}
-    columns |= {"top1_agreement": ".3f", "top1_ci95": ".3f", "perplexity": ".3f"}
+
+    columns = {"mode": "", "groupsize": "", "head": "", "bytes": ".3e", "kl_nats": ".5f"}
+    columns |= {"kl_ci95": ".5f", "top1_agreement": ".3f", "top1_ci95": ".3f", "perplexity": ".3f"}
     measure.print_table([reference, *rows], columns)
-    measure.save("quantization", {"model": source.name, "reference": reference, "rows": rows}, args.out)
+    result = {"model": source.name, "reference": reference, "rows": rows}
+    measure.save("quantization", result, args.out)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """The time of a decode step: its matrix products beside torch's, and the effect of context, cache size and rows.
 
-products  all products of a step for each number of --rows, one operation after the other, so that each reads its
-          weights from memory. torch's are F.linear in bfloat16, _weight_int8pack_mm (one scale per row) and
-          _weight_int4pack_mm_for_cpu (groups of 32; also beside the format file, a GGUF file in its own bits), of
-          random weights. "exact" products do not round the activations to 8 bits. share_of_bandwidth is relative to a
-          plain read of as many bytes as the bfloat16 weights have.
-step_s    a whole step by the engine's loop, compiled and greedy, at 20 tokens: the mean of 40 steps in a row
-context   the extra time of a step at --context tokens, relative to reading the extra keys and values at the rate at
-          which a short step reads its weights
+products  all products of a step for each number of --rows, one operation after the other, so that
+          each reads its weights from memory. torch's are F.linear in bfloat16, _weight_int8pack_mm
+          (one scale per row) and _weight_int4pack_mm_for_cpu (groups of 32; also beside the format
+          file, a GGUF file in its own format), of random weights. "exact" products do not round the
+          activations to 8 bits. share_of_bandwidth is relative to a plain read of as many bytes as
+          the bfloat16 weights have.
+step_s    a whole step by the engine's loop, compiled and greedy, at 20 tokens: the mean of 40 steps
+          in a row
+context   the extra time of a step at --context tokens, relative to reading the extra keys and values
+          at the rate at which a short step reads its weights
 cache     a step at 20 tokens with a cache of --cache positions, relative to one with 512
 rows      a step of 8 rows, relative to a step of one
 
-products_s is the time of our products for the first number of rows. It may be more than step_s, because a step runs all
-blocks as one operation.
+products_s is the time of our products for the first number of rows. It may be more than step_s,
+because a step runs all blocks as one operation.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,8 @@ from model import Transformer
 from report import weight_bytes
 
 SHORT = 20  # tokens of a short context
-ROWS, STEPS = 8, 40  # consecutive steps
+ROWS = 8
+STEPS = 40  # consecutive steps
 
 # ---------------------------------------------------------------- products
 
@@ -45,11 +48,17 @@ def torch_product(format: str, N: int, C: int) -> tuple[int, Callable]:
         weight = torch.randn(N, C).to(BF16)
         return weight.nbytes, partial(F.linear, weight=weight)
     if format == "int8":
-        weight, scales = torch.randint(-127, 128, (N, C), dtype=torch.int8), torch.rand(N).to(BF16)
-        return weight.nbytes + scales.nbytes, lambda x: torch._weight_int8pack_mm(x, weight, scales)
-    levels, scales = torch.randint(0, 16, (N, C), dtype=torch.int32), torch.rand(C // 32, N, 2).to(BF16)
-    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)  # scales has the zero points, too
-    return weight.nbytes + scales.nbytes, lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, 32, scales)
+        weight = torch.randint(-127, 128, (N, C), dtype=torch.int8)
+        scales = torch.rand(N).to(BF16)
+        size = weight.nbytes + scales.nbytes
+        return size, lambda x: torch._weight_int8pack_mm(x, weight, scales)
+
+    levels = torch.randint(0, 16, (N, C), dtype=torch.int32)
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    scales = torch.rand(C // 32, N, 2).to(BF16)  # with the zero points
+    size = weight.nbytes + scales.nbytes
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return size, lambda x: multiply(x, weight, 32, scales)
 
 
 def products_of(model: Transformer) -> list[Callable]:
@@ -61,22 +70,30 @@ def compare_products(args, source: Checkpoint, format: str) -> list[dict]:
     model = load_model(source)
     shapes = [(layer.out_features, layer.in_features) for layer in products_of(model)[:-1]]
     shapes.append((model.config.vocab_size, model.config.dim))
-    matrices, theirs = zip(*(torch_product(format, *shape) for shape in shapes))
+    sizes, theirs = zip(*(torch_product(format, N, C) for N, C in shapes))
     contestants = {f"torch {format}": theirs, f"ours {format}": products_of(model)}
     if format != "bf16":
-        contestants[f"ours {format} exact"] = products_of(load_model(source, exact_activations=True))
-    numbers, table = torch.ones(sum(N * C for N, C in shapes) // 2), []  # as many bytes as in bfloat16
+        exact = load_model(source, exact_activations=True)
+        contestants[f"ours {format} exact"] = products_of(exact)
+    bytes_read = dict.fromkeys(contestants, weight_bytes(model, 1))
+    bytes_read[f"torch {format}"] = sum(sizes)
+    # As many bytes as the weights have in bfloat16.
+    numbers = torch.ones(sum(N * C for N, C in shapes) // 2)
 
+    table = []
     for M in args.rows:
-        inputs, works = {C: torch.randn(M, C).to(BF16) for _, C in shapes}, {"read": numbers.sum}
+        inputs = {C: torch.randn(M, C).to(BF16) for _, C in shapes}
+        turns = {"read": partial(measure.seconds, numbers.sum)}
         for name, functions in contestants.items():
-            works[name] = measure.in_a_row([partial(f, inputs[C]) for f, (_, C) in zip(functions, shapes)])
-        turns = {name: partial(measure.seconds, work) for name, work in works.items()}
+            calls = [partial(f, inputs[C]) for f, (_, C) in zip(functions, shapes)]
+            turns[name] = partial(measure.seconds, measure.in_a_row(calls))
         times = measure.take_turns(turns, 2 * args.rounds, warm_up=2)
-        for name in contestants:
-            size = sum(matrices) if name.startswith("torch") else weight_bytes(model, 1)
-            row = {"rows": M, "name": name, "seconds": median(times[name]), "bytes": size}
-            row["share_of_bandwidth"] = size / row["seconds"] * median(times["read"]) / numbers.nbytes
+
+        read_bandwidth = numbers.nbytes / median(times["read"])
+        for name, size in bytes_read.items():
+            seconds = median(times[name])
+            row = {"rows": M, "name": name, "seconds": seconds, "bytes": size}
+            row["share_of_bandwidth"] = size / seconds / read_bandwidth
             table.append(row | measure.ratio("over_torch", times[f"torch {format}"], times[name]))
     return table
 
@@ -89,10 +106,13 @@ def step_s(engine: Engine, context: int) -> float:
 
 
 def measure_steps(args, source: Checkpoint) -> dict:
-    def engine(rows: int, positions: int) -> Engine:  # with its own model, whose caches the engine sets up
-        return Engine(load_model(source), rows, positions, compiled_steps(not args.eager, False))
+    def engine(rows: int, positions: int) -> Engine:
+        """An engine with a model of its own, whose caches it sets up."""
+        steps = compiled_steps(not args.eager, False)
+        return Engine(load_model(source), rows, positions, steps)
 
-    one, many = engine(1, 512), engine(ROWS, 512)
+    one = engine(1, 512)
+    many = engine(ROWS, 512)
     long = engine(1, args.cache)
     turns = {
         "short": partial(step_s, one, SHORT),
@@ -102,13 +122,15 @@ def measure_steps(args, source: Checkpoint) -> dict:
     }
     times = measure.take_turns(turns, args.rounds)
     rounds = [dict(zip(times, each)) for each in zip(*times.values())]
+
     weights = weight_bytes(one.model, 1)
     extra = long.model.kv_bytes([args.context]) - long.model.kv_bytes([SHORT])
+    growths = [t["long"] / t["short, long cache"] - 1 for t in rounds]
     return {
         "weight_bytes": weights,
         "extra_kv_bytes": extra,
         "step_s": median(times["short"]),
-        "context": median((t["long"] / t["short, long cache"] - 1) * weights / extra for t in rounds),
+        "context": median(growth * weights / extra for growth in growths),
         "cache": median(t["short, long cache"] / t["short"] for t in rounds),
         "rows": median(t["rows"] / t["short"] for t in rounds),
         "rounds": rounds,
@@ -117,25 +139,35 @@ def measure_steps(args, source: Checkpoint) -> dict:
 
 @torch.no_grad()
 def main():
-    parser = measure.make_parser(__doc__, {"--rounds": 7, "--context": 4096, "--cache": 8192})
+    counts = {"--rounds": 7, "--context": 4096, "--cache": 8192}
+    parser = measure.make_parser(__doc__, counts)
     add = parser.add_argument
-    add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
-    add("--rows", type=positive, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
+    formats = list(FORMATS)
+    formats_help = "formats of the weights (all but file)"
+    rows_help = "numbers of rows for the products (1, 8 and 16)"
+    add("--formats", nargs="+", choices=measure.WITH_FILE, default=formats, help=formats_help)
+    add("--rows", type=positive, nargs="+", default=[1, 8, 16], help=rows_help)
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
-    result, products = {}, []
+
+    result = {}
+    products = []
     for format in args.formats:
         source = open_checkpoint(str(measure.quantized(args.checkpoint_path, format)))
         rows = compare_products(args, source, format)
         products_s = next(row["seconds"] for row in rows if row["name"] == f"ours {format}")
         result[format] = {"products_s": products_s} | measure_steps(args, source)
         products += rows
-    columns = {"rows": "", "name": "", "seconds": ".5f", "bytes": ".2e", "share_of_bandwidth": ".0%"}
-    measure.print_table(products, columns | {"over_torch": ".2f", "over_torch_spread": ".2f"})
-    columns = {"format": "", "step_s": ".5f", "products_s": ".5f"} | dict.fromkeys(("context", "cache", "rows"), ".2f")
-    measure.print_table([{"format": format} | result[format] for format in args.formats], columns)
-    about = {"model": open_checkpoint(args.checkpoint_path).name, "context": args.context, "cache": args.cache}
-    measure.save("step", about | {"products": products} | result, args.out)
+
+    columns = {"rows": "", "name": "", "seconds": ".5f", "bytes": ".2e"}
+    columns |= {"share_of_bandwidth": ".0%", "over_torch": ".2f", "over_torch_spread": ".2f"}
+    measure.print_table(products, columns)
+    columns = {"format": "", "step_s": ".5f", "products_s": ".5f"}
+    columns |= {"context": ".2f", "cache": ".2f", "rows": ".2f"}
+    measure.print_table([{"format": format} | row for format, row in result.items()], columns)
+    about = {"model": open_checkpoint(args.checkpoint_path).name, "context": args.context}
+    about |= {"cache": args.cache, "products": products} | result
+    measure.save("step", about, args.out)
 
 
 if __name__ == "__main__":

@@ -14,99 +14,135 @@ from measure import DECODE, PEERS, PREFILL, weight_bits
 
 from cli import ArgumentParser, read_json, run_command
 
-BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe and Ito, for colour-blind readers, too
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
 GREY = "#999999"
+WHITE_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # behind the text of a label
 
 
 def colour_of(name: str) -> str:
-    return GREY if name.startswith(("transformers", "llama.cpp")) else ORANGE if name.startswith("ik_") else BLUE
+    if name.startswith(("transformers", "llama.cpp")):
+        return GREY
+    return ORANGE if name.startswith("ik_") else BLUE
 
 
 def by_width(rows: list[dict]) -> list[dict]:
-    """The rows by the width of their weights, widest first. Of several formats of a peer with as many bits, the one
-    with the fastest decode."""
+    """The rows by the width of their weights, widest first.
+
+    A peer may have several formats with the same number of bits. Only the one with the fastest
+    decode is kept.
+    """
     alike = {}
     for row in rows:
-        peer, bits = row["name"].split()[0], weight_bits(row["name"])
-        alike.setdefault((peer, bits) if peer in PEERS else row["name"], []).append(row)
+        peer = row["name"].split()[0]
+        key = (peer, weight_bits(row["name"])) if peer in PEERS else row["name"]
+        alike.setdefault(key, []).append(row)
     chosen = [max(some, key=lambda row: row[DECODE]) for some in alike.values()]
     return sorted(chosen, key=lambda row: -(weight_bits(row["name"]) or 0))
 
 
+def bar_label(value: float, gain: float | None) -> str:
+    digits = 1 if value < 100 else 0
+    label = f"{value:.{digits}f}"
+    return f"{label}  {gain:.2f}x" if gain else label
+
+
 def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
-    """Draw one panel: a bar and a label for each row and, if a bandwidth is given, our rooflines as dashed lines."""
+    """Draw one panel: a bar and a label for each row.
+
+    If a bandwidth is given, our rooflines are dashed lines.
+    """
     for y, row in enumerate(rows):
         bar = axes.barh(row["name"], row[rate], color=colour_of(row["name"]), height=0.65)
-        gain = row.get(rate.replace("tokens_per_s", "over_before"))
-        label = f"{row[rate]:.{1 if row[rate] < 100 else 0}f}" + (f"  {gain:.2f}x" if gain else "")
-        axes.bar_label(bar, [label], padding=4, fontsize=10, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+        label = bar_label(row[rate], row.get(rate.replace("tokens_per_s", "over_before")))
+        axes.bar_label(bar, [label], padding=4, fontsize=10, bbox=WHITE_BOX)
         if bandwidth and "weight_bytes_per_token" in row:
-            bound = [bandwidth / row["weight_bytes_per_token"]] * 2
-            axes.plot(bound, [y - 0.42, y + 0.42], color="black", linewidth=1.5, linestyle=(0, (2, 1)))
+            bound = bandwidth / row["weight_bytes_per_token"]
+            style = {"color": "black", "linewidth": 1.5, "linestyle": (0, (2, 1))}
+            axes.plot([bound, bound], [y - 0.42, y + 0.42], **style)
+
     axes.set_xlim(0, 1.38 * axes.get_xlim()[1])  # room for the labels
-    axes.set_xticks([])  # the labels give the numbers
-    axes.tick_params(length=0, labelsize=10)
+    hide_x_axis(axes, labelsize=10)
+
+
+def hide_x_axis(axes, labelsize: int):
+    """Leave out what the labels of the bars already say."""
+    axes.set_xticks([])
+    axes.tick_params(length=0, labelsize=labelsize)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def title(result: dict) -> str:
     machine = result["machine"]
     rows = result.get("batch_size", 1)
+    plural = "s" if rows > 1 else ""
     where = f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}"
-    return f"{rows} row{'s' if rows > 1 else ''}, {where}, {result['date']}"
+    return f"{rows} row{plural}, {where}, {result['date']}"
+
+
+def make_figure(height: float, heading: str) -> Figure:
+    figure = Figure(figsize=(9, height), dpi=200, layout="constrained", facecolor="white")
+    figure.suptitle(heading, fontsize=11)
+    return figure
 
 
 def draw_gains(result: dict, path: Path):
-    """Draw the rows of speculation.py: for each kind of prompts, the gain of every draft in every format."""
+    """Draw the rows of speculation.py: the gain of every draft in every format, by kind of prompts."""
     rows = [row for row in result["rows"] if row["draft"] != "plain"]
     kinds = list(dict.fromkeys(row["prompts"] for row in rows))
-    figure = Figure(figsize=(9, 1.4 + 0.3 * len(rows) / len(kinds)), dpi=200, layout="constrained", facecolor="white")
-    figure.suptitle(f"{result['model']}: {title(result)}", fontsize=11)
+    height = 1.4 + 0.3 * len(rows) / len(kinds)
+    figure = make_figure(height, f"{result['model']}: {title(result)}")
+
     for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True), kinds):
         mine = [row for row in rows if row["prompts"] == kind]
         names = [f"{row['target']}  {row['draft'].removesuffix(', auto')}" for row in mine]
-        bars = axes.barh(names, [row["over_plain"] for row in mine], height=0.65)
-        for bar, row in zip(bars, mine):
-            bar.set_color(BLUE if row["over_plain"] >= 1 else GREY)
+        gains = [row["over_plain"] for row in mine]
+        colours = [BLUE if gain >= 1 else GREY for gain in gains]
+        bars = axes.barh(names, gains, color=colours, height=0.65)
+        labels = [f"{gain:.2f}x" for gain in gains]
+        axes.bar_label(bars, labels, padding=4, fontsize=9, bbox=WHITE_BOX)
         axes.axvline(1, color="black", linewidth=1, linestyle=(0, (2, 1)), zorder=0)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.bar_label(bars, [f"{row['over_plain']:.2f}x" for row in mine], padding=4, fontsize=9, bbox=box)
         axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
-        axes.set_xticks([])
-        axes.tick_params(length=0, labelsize=9)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        hide_x_axis(axes, labelsize=9)
         axes.set_title(f"{kind} prompts, times plain decoding", fontsize=10, loc="left")
-    axes.invert_yaxis()  # of all panels
+
+    axes.invert_yaxis()  # the panels share it
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
 def draw(path: Path):
-    """Draw the steps of ladder.py in their order, or the rows of decode.py by the width of their weights: a line of two
-    panels for each model."""
+    """Draw one file: one line of panels for each model.
+
+    The steps of ladder.py stay in their order. The rows of decode.py are sorted by the width of
+    their weights.
+    """
     result = read_json(path)
     if "draft" in result.get("rows", [{}])[0]:
         return draw_gains(result, path)
-    bandwidth, all_rows = None, result.get("steps") or result["rows"]
-    footnote = "x: times the step before, the median of the ratios within the rounds"
-    if "rows" in result:
-        bandwidth = result["read_bytes_per_s"]["dram"]
-        footnote = f"dashed: a token's weights at the {bandwidth / 1e9:.0f} GB/s of a plain read in the same rounds"
+
     models = {}
-    for row in all_rows:
+    for row in result.get("steps") or result["rows"]:
         models.setdefault(row.get("model", ""), []).append(row)
+    bandwidth = None
+    note = "x: times the step before, the median of the ratios within the rounds"
     if "rows" in result:
         models = {model: by_width(rows) for model, rows in models.items()}
+        bandwidth = result["read_bytes_per_s"]["dram"]
+        gigabytes = f"{bandwidth / 1e9:.0f}"
+        note = f"dashed: a token's weights at the {gigabytes} GB/s of a plain read in the same rounds"
+
     heights = [len(rows) + 1.5 for rows in models.values()]
-    figure = Figure(figsize=(9, 0.9 + 0.36 * sum(heights)), dpi=200, layout="constrained", facecolor="white")
-    figure.suptitle(title(result), fontsize=11)
-    lines = figure.subplots(len(models), 2, sharey="row", height_ratios=heights, squeeze=False)
+    figure = make_figure(0.9 + 0.36 * sum(heights), title(result))
+    shape = {"sharey": "row", "height_ratios": heights, "squeeze": False}
+    lines = figure.subplots(len(models), 2, **shape)
     for (decode, prefill), (model, rows) in zip(lines, models.items()):
         draw_bars(decode, rows, DECODE, bandwidth)
         draw_bars(prefill, rows, PREFILL, None)
         decode.set_title(f"{model}\ndecode, tokens/s", fontsize=10, loc="left")
         prefill.set_title(f"prefill of {result['prompt_tokens']}, tokens/s", fontsize=10, loc="left")
-        decode.invert_yaxis()  # of both panels
-    figure.supxlabel(footnote, fontsize=8, color="0.35")
+        decode.invert_yaxis()  # the two panels share it
+    figure.supxlabel(note, fontsize=8, color="0.35")
     figure.savefig(path.with_suffix(".png"), format="png")
 
 

@@ -1,29 +1,34 @@
-"""The load test of a server: what its users get while their number grows well beyond what the server can do.
+"""The load test of a server: what users get while their number grows beyond what it can serve.
 
-`python benchmarks/load_test.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server and those of the
-peers that are named, with 8 rows each. For each number of users they take turns: that many LongTailUsers send one
-request after another. The same seed gives all servers the same sequence of requests. After a warm-up, what ends within
---seconds is counted:
+`python benchmarks/load_test.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server
+and those of the peers that are named, with 8 rows each. They take turns for each number of users:
+this many LongTailUsers send one request after another. The same seed gives all servers the same
+sequence of requests. After a warm-up, what ends within --seconds is counted:
 
   throughput         new tokens per second, and answers per second
   first token        from the request to its first token, 50th and 95th percentile
   later token        the time per later token of an answer, 50th and 95th percentile
   refusals           their share of all responses, and the time within which 99 % of them came
-  failures           responses that were neither; an overloaded server should have none
+  failures           all other responses; an overloaded server should have none
 
-The JSON file also says from how many users on a server is overloaded: where it begins to refuse requests, and where its
-median time to the first token is more than twice the longest that it has with at most one user per row.
+The JSON file also says from which number of users on a server is overloaded: where it begins to
+refuse requests, and where its median time to the first token is more than twice the longest that it
+has with at most one user per row.
 
-The same users run with locust against any server: `locust -f benchmarks/load_test.py --host URL USER`. Every user sends
-its next request as soon as the last one was answered. The classes of USER are
+The same users run with locust against any server: `locust -f benchmarks/load_test.py --host URL
+USER`. Every user sends its next request as soon as the last one was answered. The classes of USER
+are
 
-  StoryUser     the mix of the BLOOM inference story (docs/bloom.md): /v1/completions, prompts cut at random, 20 new
-                tokens, half of the requests greedy and half sampled with top-p 0.9, with seeds
-  LongTailUser  streamed /v1/completions, also of other servers. The lengths of prompts and answers have a log-normal
-                distribution: most are short, few are ten times as long.
+  StoryUser     the mix of the BLOOM inference story (docs/bloom.md): /v1/completions, prompts cut at
+                random, 20 new tokens, half of the requests greedy and half sampled with top-p 0.9,
+                with seeds
+  LongTailUser  streamed /v1/completions, which works with other servers, too. The lengths of
+                prompts and answers have a log-normal distribution: most are short, few are ten
+                times as long.
 
-Times to the first token, times per later token and refused requests (429) have rows of their own in locust's table. A
-refused request is no failure. Its user waits as long as Retry-After says, at most 5 seconds.
+Times to the first token, times per later token and refused requests (429) have rows of their own in
+locust's table. A refused request does not count as a failure. Its user waits as long as Retry-After
+says, at most 5 seconds.
 """
 
 import json
@@ -48,15 +53,29 @@ from load import choose_device, open_checkpoint
 
 TEXT = "\n".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md")))
 WORDS = TEXT.split()
-FIRST_TOKEN, LATER_TOKEN = "time to first token", "time per later token"
+FIRST_TOKEN = "time to first token"
+LATER_TOKEN = "time per later token"
 NEW_TOKENS = "new tokens"
-REFUSED, LONGEST_WAIT_S = "refused", 5.0
+REFUSED = "refused"
+LONGEST_WAIT_S = 5.0
 TAIL = 10  # no length is more than this many times the median
-ROWS, USERS = 8, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
-WARM_UP, PATIENCE_S = 0.5, 300.0  # a share of --seconds; the longest that the end of a step waits for answers
-COLUMNS = {"server": "", "users": "", "tokens_per_s": ".0f", "answers_per_s": ".1f", "first_token_p50_s": ".3f"}
-COLUMNS |= {"first_token_p95_s": ".3f", "later_token_p50_s": ".4f", "later_token_p95_s": ".4f"}
-COLUMNS |= {"refused_share": ".1%", "refusal_p99_s": ".4f", "failures": ""}
+ROWS = 8
+USERS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
+WARM_UP = 0.5  # a share of --seconds
+PATIENCE_S = 300.0  # the longest that the end of a step waits for answers
+COLUMNS = {
+    "server": "",
+    "users": "",
+    "tokens_per_s": ".0f",
+    "answers_per_s": ".1f",
+    "first_token_p50_s": ".3f",
+    "first_token_p95_s": ".3f",
+    "later_token_p50_s": ".4f",
+    "later_token_p95_s": ".4f",
+    "refused_share": ".1%",
+    "refusal_p99_s": ".4f",
+    "failures": "",
+}
 
 # ---------------------------------------------------------------- users
 
@@ -64,10 +83,13 @@ COLUMNS |= {"refused_share": ".1%", "refusal_p99_s": ".4f", "failures": ""}
 class Client(FastHttpUser):
     abstract = True
     network_timeout = 600.0
-    default_headers = {"Connection": "close"}  # llama-server has a thread per connection: kept ones shut others out
+    # llama-server has a thread per connection, so connections that are kept shut others out.
+    default_headers = {"Connection": "close"}
 
     def ask(self, path: str, body: dict):
-        start, stream = time.perf_counter(), "stream" in body
+        """Send a request and read the response. If it is refused, wait before the next one."""
+        start = time.perf_counter()
+        stream = "stream" in body
         with self.client.post(path, json=body, stream=stream, catch_response=True) as response:
             if response.status_code == 429:
                 response.request_meta["name"] = REFUSED
@@ -78,12 +100,15 @@ class Client(FastHttpUser):
                 except (*FAILURE_EXCEPTIONS, ValueError) as error:
                     response.failure(error)
                 response.request_meta["response_time"] = 1e3 * (time.perf_counter() - start)
+
         if response.status_code == 429:
-            time.sleep(min(float(response.headers.get("Retry-After", 1)), LONGEST_WAIT_S))
+            wait_s = float(response.headers.get("Retry-After", 1))
+            time.sleep(min(wait_s, LONGEST_WAIT_S))
 
     def listen(self, response, start: float):
         """Read a stream to its end. Its times and new tokens go to the request's context, too."""
-        times, usage = [], {}
+        times = []
+        usage = {}
         while line := bytes(response.stream.readline(b"\n")):
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
@@ -92,53 +117,66 @@ class Client(FastHttpUser):
                     times.append(time.perf_counter())
         if not times or not usage:
             raise ValueError("the stream broke off")
+
         new = usage["completion_tokens"]
-        found = {FIRST_TOKEN: times[0] - start, LATER_TOKEN: (times[-1] - times[0]) / max(1, new - 1)}
+        later_token_s = (times[-1] - times[0]) / max(1, new - 1)
+        found = {FIRST_TOKEN: times[0] - start, LATER_TOKEN: later_token_s}
+        about = {"request_type": "stream", "response_length": 0, "exception": None}
         for name, seconds in found.items():
-            about = {"request_type": "stream", "response_length": 0, "exception": None}
             self.environment.events.request.fire(name=name, response_time=1e3 * seconds, **about)
         response.request_meta["context"] |= found | {NEW_TOKENS: new}
 
 
 def greedy_or_sampled() -> dict:
-    return random.choice([{"temperature": 0}, {"temperature": 1, "top_p": 0.9, "seed": random.randrange(2**31)}])
+    sampled = {"temperature": 1, "top_p": 0.9, "seed": random.randrange(2**31)}
+    return random.choice([{"temperature": 0}, sampled])
 
 
 class StoryUser(Client):
     @task
     def complete(self):
         start = random.randrange(len(TEXT) - 200)
-        body = {"prompt": TEXT[start : start + random.randrange(1, 200)], "max_tokens": 20}
-        self.ask("/v1/completions", body | greedy_or_sampled())
+        prompt = TEXT[start : start + random.randrange(1, 200)]
+        body = {"prompt": prompt, "max_tokens": 20} | greedy_or_sampled()
+        self.ask("/v1/completions", body)
 
 
 class LongTailUser(Client):
-    prompt_words, new_tokens = 40, 20  # medians
+    prompt_words = 40  # the median
+    new_tokens = 20  # the median
 
     @task
     def complete(self):
-        words, new = self.length(self.prompt_words), self.length(self.new_tokens)
+        words = self.length(self.prompt_words)
+        new = self.length(self.new_tokens)
         start = random.randrange(len(WORDS) - words)
-        body = {"prompt": " ".join(WORDS[start : start + words]), "max_tokens": new, "ignore_eos": True}
-        body |= greedy_or_sampled()
-        self.ask("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+        prompt = " ".join(WORDS[start : start + words])
+        body = {"prompt": prompt, "max_tokens": new, "ignore_eos": True} | greedy_or_sampled()
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        self.ask("/v1/completions", body)
 
     def length(self, median: int) -> int:
-        return min(TAIL * median, max(2, round(random.lognormvariate(math.log(median), 1.0))))
+        drawn = round(random.lognormvariate(math.log(median), 1.0))
+        return min(TAIL * median, max(2, drawn))
 
 
 # ---------------------------------------------------------------- one number of users
 
 
 def run_users(port: int, users: int, seconds: float) -> list[dict]:
-    """The responses that came while this many users were sending requests, without those of the warm-up."""
+    """Let users send requests, and return the responses that came after the warm-up."""
     environment = locust.env.Environment(user_classes=[LongTailUser], stop_timeout=PATIENCE_S)
     LongTailUser.host = f"http://127.0.0.1:{port}"
-    responses, counted = [], False
+    responses = []
+    counted = False
 
     def note(request_type, name, response_time, exception, context=None, **others):
         if counted and request_type == "POST":
-            kind = "failure" if exception else "refusal" if name == REFUSED else "answer"
+            kind = "answer"
+            if exception:
+                kind = "failure"
+            elif name == REFUSED:
+                kind = "refusal"
             responses.append({"kind": kind, "seconds": response_time / 1e3} | (context or {}))
 
     environment.events.request.add_listener(note)
@@ -149,13 +187,19 @@ def run_users(port: int, users: int, seconds: float) -> list[dict]:
     counted = True
     time.sleep(seconds)
     counted = False
-    runner.quit()  # each user's last request is answered first, so that the next server has the machine for itself
+    # Each user's last request is answered first, so that the next server has the machine for itself.
+    runner.quit()
     return responses
 
 
 def percentile(values: list[float], percent: int) -> float | None:
-    """The smallest value that at least this percentage of the values do not exceed. None if there are none."""
-    return sorted(values)[math.ceil(percent * len(values) / 100) - 1] if values else None
+    """The smallest value that at least this percentage of the values do not exceed.
+
+    None if there are no values.
+    """
+    if not values:
+        return None
+    return sorted(values)[math.ceil(percent * len(values) / 100) - 1]
 
 
 def summary(responses: list[dict], users: int, seconds: float) -> dict:
@@ -176,45 +220,69 @@ def summary(responses: list[dict], users: int, seconds: float) -> dict:
 
 
 def ramp(ports: dict[str, int], numbers: list[int], seconds: float) -> dict[str, list[dict]]:
-    """server -> what was measured for each number of users. The servers take turns, and which one begins alternates."""
+    """Return what was measured on each server for each number of users.
+
+    The servers take turns, and the order is reversed from one number of users to the next.
+    """
     found = {name: [] for name in ports}
     for name, port in ports.items():
         print_status(f"warming up {name}")
         run_users(port, ROWS, seconds / 4)
-    for i, users in enumerate(numbers):
-        for name in list(ports)[:: 1 if i % 2 == 0 else -1]:
+
+    order = list(ports)
+    for users in numbers:
+        for name in order:
             row = summary(run_users(ports[name], users, seconds), users, seconds)
             print_status(f"{name}, {users} users: {row['tokens_per_s']:.1f} tokens/s")
             found[name].append(row)
+        order.reverse()
     return found
 
 
 def overload(rows: list[dict]) -> dict:
-    """The numbers of users from which on a server refuses requests, and the first tokens come late; None if never."""
-    medians = {row["users"]: row["first_token_p50_s"] for row in rows if row["first_token_p50_s"] is not None}
-    plateau = max((median for users, median in medians.items() if users <= ROWS), default=float("inf"))
-    return {
-        "refuses_from": next((row["users"] for row in rows if row["refusals"]), None),
-        "first_token_late_from": next((users for users, median in medians.items() if median > 2 * plateau), None),
-    }
+    """The numbers of users from which on a server refuses requests, and first tokens come late.
+
+    None means that it does not happen.
+    """
+    refusing = [row["users"] for row in rows if row["refusals"]]
+    medians = {row["users"]: row["first_token_p50_s"] for row in rows if row["answers"]}
+    early = [median for users, median in medians.items() if users <= ROWS]
+    limit = 2 * max(early, default=float("inf"))
+    late = [users for users, median in medians.items() if median > limit]
+    return {"refuses_from": next(iter(refusing), None), "first_token_late_from": next(iter(late), None)}
 
 
 # ---------------------------------------------------------------- the picture
 
+CAPTION = (
+    "users, each sending one request after another; "
+    "solid: median or total, dashed: 95th percentile\n"
+    "ring: the median is more than twice that with a row for every user; "
+    "dotted: requests are refused from here on"
+)
 
-def draw_panel(axes, result: dict, title: str, solid: str, dashed: str | None, factor: float):
-    """Lines of all servers against the number of users. A ring marks from where first tokens come late."""
+
+def draw_panel(axes, result: dict, title: str, keys: list[str], factor: float = 1):
+    """Draw lines of all servers against the number of users, for one key solid, for a second dashed.
+
+    A ring marks from where first tokens come late, and a dotted line from where requests are refused.
+    """
     for name, rows in result["servers"].items():
-        colour, users = colour_of(name), [row["users"] for row in rows]
-        marks = result["overload"][name]
-        for key, style in ((solid, "-"), (dashed, "--")):
-            if key:
-                values = [float("nan") if row[key] is None else factor * row[key] for row in rows]
-                axes.plot(users, values, f"o{style}", color=colour, markersize=3, label=name if style == "-" else None)
-        if solid == "first_token_p50_s" and (late := marks["first_token_late_from"]):
-            axes.plot(late, rows[users.index(late)][solid], "o", markersize=9, color=colour, fillstyle="none")
-        if refuses := marks["refuses_from"]:
+        colour = colour_of(name)
+        users = [row["users"] for row in rows]
+        for key, line in zip(keys, ("o-", "o--")):
+            values = [float("nan") if row[key] is None else factor * row[key] for row in rows]
+            label = name if key == keys[0] else None
+            axes.plot(users, values, line, color=colour, markersize=3, label=label)
+
+        late = result["overload"][name]["first_token_late_from"]
+        if late and "first_token_p50_s" in keys:
+            y = rows[users.index(late)]["first_token_p50_s"]
+            axes.plot(late, y, "o", markersize=9, color=colour, fillstyle="none")
+        refuses = result["overload"][name]["refuses_from"]
+        if refuses:
             axes.axvline(refuses, color=colour, linewidth=1, linestyle=":")
+
     axes.set_xscale("log", base=2)
     axes.set_xticks(users, [str(n) for n in users], fontsize=8)
     axes.minorticks_off()
@@ -227,36 +295,47 @@ def draw(result: dict, path: Path):
     machine = f"{result['machine']['cpu']}, threads: {result['machine']['threads']}"
     figure.suptitle(f"{result['model']}, {ROWS} rows\n{machine}, {result['date']}", fontsize=11)
     tokens, first, later, refused = figure.subplots(2, 2).flat
-    draw_panel(tokens, result, "throughput, new tokens/s", "tokens_per_s", None, 1)
-    draw_panel(first, result, "time to first token, s", "first_token_p50_s", "first_token_p95_s", 1)
-    draw_panel(later, result, "time per later token, ms", "later_token_p50_s", "later_token_p95_s", 1e3)
-    draw_panel(refused, result, "refused, % of the responses", "refused_share", None, 100)
-    for axes, top in ((tokens, None), (later, None), (refused, 100)):
-        axes.set_ylim(0, top)
+    draw_panel(tokens, result, "throughput, new tokens/s", ["tokens_per_s"])
+    first_keys = ["first_token_p50_s", "first_token_p95_s"]
+    draw_panel(first, result, "time to first token, s", first_keys)
+    later_keys = ["later_token_p50_s", "later_token_p95_s"]
+    draw_panel(later, result, "time per later token, ms", later_keys, factor=1e3)
+    draw_panel(refused, result, "refused, % of the responses", ["refused_share"], factor=100)
+
+    tokens.set_ylim(0, None)
+    later.set_ylim(0, None)
+    refused.set_ylim(0, 100)
     first.set_yscale("log")
     first.yaxis.set_major_formatter("{x:g}")
     tokens.legend(frameon=False, fontsize=9)
-    note = "users, each sending one request after another; solid: median or total, dashed: 95th percentile\nring: the "
-    note += "median is more than twice that with a row for every user; dotted: requests are refused from here on"
-    figure.supxlabel(note, fontsize=8, color="0.35")
+    figure.supxlabel(CAPTION, fontsize=8, color="0.35")
     figure.savefig(path, format="png")
 
 
 def main():
-    parser = make_parser(__doc__, {"--seconds": 20, "--prompt_words": 40, "--new_tokens": 20, "--max_seq_length": 2048})
-    parser.add_argument("--users", type=positive, nargs="+", default=USERS, help=f"default: {USERS}")
+    counts = {"--seconds": 20, "--prompt_words": 40, "--new_tokens": 20, "--max_seq_length": 2048}
+    parser = make_parser(__doc__, counts)
+    add = parser.add_argument
+    add("--users", type=positive, nargs="+", default=USERS, help=f"default: {USERS}")
     add_server_options(parser)
     args = parser.parse_args()
-    LongTailUser.prompt_words, LongTailUser.new_tokens = args.prompt_words, args.new_tokens
-    directory, out = quantized(args.checkpoint_path, args.format), args.out or ROOT / "benchmarks/results/ramp.json"
-    picture = out.with_suffix(".png") if args.out else ROOT / "docs/ramp.png"
+
+    LongTailUser.prompt_words = args.prompt_words
+    LongTailUser.new_tokens = args.new_tokens
+    directory = quantized(args.checkpoint_path, args.format)
+    out = args.out or ROOT / "benchmarks/results/ramp.json"
+    picture = args.out.with_suffix(".png") if args.out else ROOT / "docs/ramp.png"
     with all_servers(args, directory, out, ROWS, args.max_seq_length) as (ports, _):
         servers = ramp(ports, sorted(args.users), args.seconds)
-    print_table([{"server": name} | row for name, rows in servers.items() for row in rows], COLUMNS)
-    shape = {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}
-    found = {"servers": servers, "overload": {name: overload(rows) for name, rows in servers.items()}}
-    model = open_checkpoint(str(directory)).name
-    save("load_test", {"model": model, "rows": ROWS} | shape | found, out, choose_device(None))
+
+    table = [{"server": name} | row for name, rows in servers.items() for row in rows]
+    print_table(table, COLUMNS)
+    about = {"model": open_checkpoint(str(directory)).name, "rows": ROWS}
+    for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length"):
+        about[key] = getattr(args, key)
+    about["servers"] = servers
+    about["overload"] = {name: overload(rows) for name, rows in servers.items()}
+    save("load_test", about, out, choose_device(None))
     draw(read_json(out), picture)
 
 

@@ -1,17 +1,20 @@
 """Our server beside those of llama.cpp and ik_llama.cpp: throughput, time of a step, time to the first token.
 
-`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server and those of the
-peers that are named, with the options that are given (--ik_llama_options="-rtr"), and measures them in turns with
-prompts of the same length and the same numbers of new tokens: greedy, EOS tokens ignored, streamed. The client is this
-process, on the same cores. Read down: Stream (a request), the server's counters, what is measured, the report.
+`python benchmarks/serving.py --llama_server PATH/llama-server --gguf MODEL.gguf` starts our server
+and those of the peers that are named, with the options that are given
+(--ik_llama_options="-rtr"), and measures them in turns with prompts of the same length and the same
+numbers of new tokens: greedy, EOS tokens ignored, streamed. The client is this process, on the same
+cores. Read down: Stream (a request), the server's counters, what is measured, the report.
 
-  throughput    of one stream and of eight: new tokens of all streams / time from the first request to the last token
-  step          the time of a step of 8 rows: in the engine alone (generate.py), and in the server (from /metrics)
+  throughput    of one stream and of eight: the new tokens of all streams, divided by the time from
+                the first request to the last token
+  step          the time of a step of 8 rows: in the engine alone (generate.py), and in the server
+                (from /metrics)
   HTTP CPU      CPU seconds of the HTTP process per token
-  short beside  the time to the first token of a short prompt that comes while a long prompt is being read, beside the
-                time of one chunk of the long prompt
-  second turn   the time to the first token of a prompt of which all but 20 tokens are in the cache, and of a new
-                prompt of the same length
+  short beside  the time to the first token of a short prompt that comes while a long prompt is being
+                read, beside the time of one chunk of the long prompt
+  second turn   the time to the first token of a prompt of which all but 20 tokens are in the cache,
+                and of a new prompt of the same length
 """
 
 import asyncio
@@ -47,8 +50,9 @@ from measure import (
 from cli import UserError, run_command
 from load import choose_device, open_checkpoint
 
-STREAMS, ATTEMPTS = 8, 5
-ANSWER_S = 600.0
+STREAMS = 8
+ATTEMPTS = 5  # tries of a peer whose answers end too early
+ANSWER_S = 600.0  # the longest that all streams of a run may take
 
 # ---------------------------------------------------------------- the client
 
@@ -65,7 +69,7 @@ class Stream:
     new_tokens: int
     more: dict = field(default_factory=dict)  # further fields of the request
     start: float = 0.0
-    times: list[float] = field(default_factory=list)  # of all events, also those without text
+    times: list[float] = field(default_factory=list)  # also of events without text
     usage: dict = field(default_factory=dict)
 
     @property
@@ -73,31 +77,45 @@ class Stream:
         return self.times[0] - self.start
 
     async def run(self, port: int):
-        """Send the request and read the answer. UserError if the server refuses it; TooShort if tokens are missing."""
-        body = {"prompt": self.prompt, "max_tokens": self.new_tokens, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        """Send the request and read the answer.
+
+        UserError if the server refuses it; TooShort if tokens are missing.
+        """
+        body = {"prompt": self.prompt, "max_tokens": self.new_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         data = json.dumps(body | self.more).encode()
+        head = [
+            "POST /v1/completions HTTP/1.1",
+            f"Host: 127.0.0.1:{port}",
+            "Connection: close",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        ]
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             self.start = time.perf_counter()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-            status = await reader.readline()
-            if b" 200 " not in status:
-                raise UserError(f"the server refused a request: {status.decode().strip()}")
-            while line := await reader.readline():
-                if line.startswith(b'data: {"error"'):
-                    raise UserError(f"the server broke off: {line.decode().strip()}")
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    self.usage = event.get("usage") or self.usage
-                    if event["choices"]:
-                        self.times.append(time.perf_counter())
+            writer.write("\r\n".join([*head, "", ""]).encode() + data)
+            await self.read(reader)
         finally:
             writer.close()
+
         made = self.usage.get("completion_tokens", len(self.times))
         if made != self.new_tokens:
             raise TooShort(f"the server wrote {made} tokens, not {self.new_tokens}")
+
+    async def read(self, reader: asyncio.StreamReader):
+        """Read the answer to its end, and note when its tokens came."""
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise UserError(f"the server refused a request: {status.decode().strip()}")
+        while line := await reader.readline():
+            if line.startswith(b'data: {"error"'):
+                raise UserError(f"the server broke off: {line.decode().strip()}")
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                self.usage = event.get("usage") or self.usage
+                if event["choices"]:
+                    self.times.append(time.perf_counter())
 
 
 def run_streams(port: int, streams: list[Stream], delay: float = 0.0) -> list[Stream]:
@@ -108,7 +126,8 @@ def run_streams(port: int, streams: list[Stream], delay: float = 0.0) -> list[St
         await stream.run(port)
 
     async def all_of_them():
-        await asyncio.wait_for(asyncio.gather(*(later(i, stream) for i, stream in enumerate(streams))), ANSWER_S)
+        runs = [later(i, stream) for i, stream in enumerate(streams)]
+        await asyncio.wait_for(asyncio.gather(*runs), ANSWER_S)
 
     asyncio.run(all_of_them())
     return streams
@@ -138,7 +157,8 @@ class Prompts:
     """Random token ids, new in each call, so that no server has a part of them in its cache."""
 
     def __init__(self, V: int):
-        self.random, self.V = random.Random(1), V
+        self.random = random.Random(1)
+        self.V = V
 
     def draw(self, n: int) -> list[int]:
         return [self.random.randrange(20, self.V) for _ in range(n)]
@@ -149,14 +169,19 @@ class Prompts:
 
 def throughput(port: int, streams: list[Stream]) -> dict:
     run_streams(port, streams)
-    seconds = max(stream.times[-1] for stream in streams) - min(stream.start for stream in streams)
+    start = min(stream.start for stream in streams)
+    end = max(stream.times[-1] for stream in streams)
+    tokens = sum(stream.new_tokens for stream in streams)
     first = median(stream.first_token_s for stream in streams)
-    return {"tokens_per_s": sum(stream.new_tokens for stream in streams) / seconds, "first_token_s": first}
+    return {"tokens_per_s": tokens / (end - start), "first_token_s": first}
 
 
 def run_peer(port: int, prompts: Prompts, count: int, prompt: int, new: int) -> dict:
-    """The throughput of a peer's server. Some end an answer at special tokens although they were told to ignore EOS;
-    then they get other prompts."""
+    """The throughput of a peer's server.
+
+    Some servers end an answer at special tokens although they were told to ignore EOS. They get
+    other prompts then.
+    """
     for _ in range(ATTEMPTS - 1):
         with suppress(TooShort):
             return throughput(port, prompts.streams(count, prompt, new))
@@ -165,45 +190,58 @@ def run_peer(port: int, prompts: Prompts, count: int, prompt: int, new: int) -> 
 
 def ours(port: int, pid: int, streams: list[Stream]) -> dict:
     """The throughput of our server, with its own counters. They count steps that read prompts, too."""
-    before, cpu = metrics(port), cpu_seconds(pid)
+    before = metrics(port)
+    cpu_before = cpu_seconds(pid)
     found = throughput(port, streams)
-    after, tokens = metrics(port), sum(stream.new_tokens for stream in streams)
+    after = metrics(port)
+    cpu_s = cpu_seconds(pid) - cpu_before
+
     steps = after["step_seconds_count"] - before["step_seconds_count"]
     found["step_s"] = (after["step_seconds_sum"] - before["step_seconds_sum"]) / steps
-    gaps = [b - a for stream in streams for a, b in zip(stream.times, stream.times[1:])]
-    return found | {"between_tokens_s": median(gaps), "http_cpu_s_per_token": (cpu_seconds(pid) - cpu) / tokens}
+    gaps = [b - a for stream in streams for a, b in itertools.pairwise(stream.times)]
+    found["between_tokens_s"] = median(gaps)
+    found["http_cpu_s_per_token"] = cpu_s / sum(stream.new_tokens for stream in streams)
+    return found
 
 
 def short_beside_long(port: int, prompts: Prompts, long: int, chunk: int) -> dict:
-    """The time to the first token of a long prompt, and of a short one sent 50 ms later; the time of one chunk."""
-    alone = run_streams(port, prompts.streams(1, long, 1))[0]
-    reading, short = run_streams(port, [*prompts.streams(1, long, 1), *prompts.streams(1, 8, 1)], 0.05)
+    """The times to the first token of a long prompt, and of a short one that is sent 50 ms later.
+
+    They come with the time of one chunk of a long prompt that is read alone.
+    """
+    [alone] = run_streams(port, prompts.streams(1, long, 1))
+    both = [*prompts.streams(1, long, 1), *prompts.streams(1, 8, 1)]
+    reading, short = run_streams(port, both, delay=0.05)
     chunk_s = alone.first_token_s / -(-long // chunk)
     return {"short_s": short.first_token_s, "long_s": reading.first_token_s, "chunk_s": chunk_s}
 
 
 def second_turn(port: int, prompts: Prompts, history: int) -> dict:
-    first = prompts.draw(history)
-    run_streams(port, [Stream(first, 1)])
-    again, new = Stream(first + prompts.draw(20), 1), Stream(prompts.draw(history + 20), 1)
-    for stream in (again, new):
+    first = Stream(prompts.draw(history), 1)
+    again = Stream(first.prompt + prompts.draw(20), 1)
+    new = Stream(prompts.draw(history + 20), 1)
+    for stream in (first, again, new):
         run_streams(port, [stream])
     return {"reused_s": again.first_token_s, "new_s": new.first_token_s}
 
 
 def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
     prompts = Prompts(open_checkpoint(str(directory)).config.vocab_size - 1)
-    shape = args.prompt_tokens, args.new_tokens
-    flags, our_port = ["--checkpoint_path", directory], ports["fastpath"]
+    prompt = args.prompt_tokens
+    new = args.new_tokens
+    long = args.long_prompt
+    flags = ["--checkpoint_path", directory]
+    port = ports["fastpath"]
     contestants = {
-        "engine": lambda: run_generate(ROOT, flags, *shape, STREAMS),
-        "fastpath 1": lambda: ours(our_port, our_pid, prompts.streams(1, *shape)),
-        f"fastpath {STREAMS}": lambda: ours(our_port, our_pid, prompts.streams(STREAMS, *shape)),
-        "short beside long": lambda: short_beside_long(our_port, prompts, args.long_prompt, args.prefill_chunk),
-        "second turn": lambda: second_turn(our_port, prompts, args.history),
+        "engine": lambda: run_generate(ROOT, flags, prompt, new, STREAMS),
+        "fastpath 1": lambda: ours(port, our_pid, prompts.streams(1, prompt, new)),
+        f"fastpath {STREAMS}": lambda: ours(port, our_pid, prompts.streams(STREAMS, prompt, new)),
+        "short beside long": lambda: short_beside_long(port, prompts, long, args.prefill_chunk),
+        "second turn": lambda: second_turn(port, prompts, args.history),
     }
-    for peer, n in itertools.product([name for name in ports if name in PEERS], (1, STREAMS)):
-        contestants[f"{peer} {n}"] = partial(run_peer, ports[peer], prompts, n, *shape)
+    for peer, n in itertools.product(PEERS, (1, STREAMS)):
+        if peer in ports:
+            contestants[f"{peer} {n}"] = partial(run_peer, ports[peer], prompts, n, prompt, new)
     return take_turns(contestants, args.rounds)
 
 
@@ -212,21 +250,26 @@ def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) 
 
 def report(found: dict[str, list]) -> dict:
     engine_s = [STREAMS / one[DECODE] for one in found.pop("engine")]
-    short, turns = found.pop("short beside long"), found.pop("second turn")
+    short = found.pop("short beside long")
+    turns = found.pop("second turn")
     rates = {name: column(rounds, "tokens_per_s") for name, rounds in found.items()}
-    one, all_streams = "fastpath 1", f"fastpath {STREAMS}"
-    ratios = ratio(f"{STREAMS}_streams_over_1", rates[all_streams], rates[one])
-    ratios |= ratio("step_with_client_over_engine", column(found[all_streams], "between_tokens_s"), engine_s)
+    all_streams = f"fastpath {STREAMS}"
+    gaps = column(found[all_streams], "between_tokens_s")
+
+    ratios = ratio(f"{STREAMS}_streams_over_1", rates[all_streams], rates["fastpath 1"])
+    ratios |= ratio("step_with_client_over_engine", gaps, engine_s)
     ratios |= ratio("short_prompt_over_chunk", column(short, "short_s"), column(short, "chunk_s"))
     ratios |= ratio("second_turn_new_over_reused", column(turns, "new_s"), column(turns, "reused_s"))
-    for peer in PEERS:
-        for n in (1, STREAMS):
-            if f"{peer} {n}" in rates:
-                ratios |= ratio(f"{n}_streams_over_{peer}", rates[f"fastpath {n}"], rates[f"{peer} {n}"])
+    for peer, n in itertools.product(PEERS, (1, STREAMS)):
+        if f"{peer} {n}" in rates:
+            our_rates = rates[f"fastpath {n}"]
+            ratios |= ratio(f"{n}_streams_over_{peer}", our_rates, rates[f"{peer} {n}"])
+
     for name, value in ratios.items():
         if not name.endswith("_spread"):
             low, high = ratios[f"{name}_spread"]
             print(f"{name}: {value:.2f} ({low:.2f}-{high:.2f})")
+
     return {
         "servers": {name: medians(rounds) for name, rounds in found.items()},
         "engine_step_s": median(engine_s),
@@ -242,20 +285,19 @@ def main():
     parser = make_parser(__doc__, counts)
     add_server_options(parser)
     args = parser.parse_args()
-    directory, out = quantized(args.checkpoint_path, args.format), args.out
-    out = out or ROOT / "benchmarks" / "results" / "serving.json"
-    length = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens) + 64
+
+    directory = quantized(args.checkpoint_path, args.format)
+    out = args.out or ROOT / "benchmarks" / "results" / "serving.json"
+    longest = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens)
     chunk = ["--prefill_chunk", args.prefill_chunk]
-    with all_servers(args, directory, out, STREAMS, length, chunk) as (ports, pid):
+    with all_servers(args, directory, out, STREAMS, longest + 64, chunk) as (ports, pid):
         found = measure_servers(args, directory, ports, pid)
-    shape = {
-        "model": directory.name,
-        "format": args.format,
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-    }
-    shape |= {"long_prompt": args.long_prompt, "history": args.history, "prefill_chunk": args.prefill_chunk}
-    save("serving", shape | {"streams": STREAMS} | report(found), out, choose_device(None))
+
+    about = {"model": directory.name, "format": args.format}
+    for key in ("prompt_tokens", "new_tokens", "long_prompt", "history", "prefill_chunk"):
+        about[key] = getattr(args, key)
+    about |= {"streams": STREAMS} | report(found)
+    save("serving", about, out, choose_device(None))
 
 
 if __name__ == "__main__":

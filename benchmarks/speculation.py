@@ -1,12 +1,13 @@
 """The gain of speculation: each draft and plain decoding of the same model on the same prompts, measured alternately.
 
-Greedy, one row, compiled (or --eager), in the formats of --formats, which are made beside the checkpoint if they are
-not there (file: a GGUF file as it is). A model without trained heads runs without the drafts that need them. Open
-prompts are questions and tasks; copying prompts ask for text or code of this repository to be repeated. Each prompt
-runs with plain decoding and with every draft, and the ratio of their decode rates is taken. over_plain is the median of
-these ratios over the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a, c
-and v, with the plain steps counted as well. same_text counts the prompts whose tokens equal those of plain decoding:
-with our kernels, these are all prompts.
+Greedy, one row, compiled (or --eager), in the formats of --formats, which are made beside the
+checkpoint if they are not there (file: a GGUF file in its own format). A model without trained heads
+runs without the drafts that need them. Open prompts are questions and tasks; copying prompts ask for
+text or code of this repository to be repeated. Each prompt runs with plain decoding and with every
+draft, and the ratio of their decode rates is taken. over_plain is the median of these ratios over
+the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a,
+c and v, with the plain steps counted as well. same_text counts the prompts whose tokens equal those
+of plain decoding: with our kernels, these are all prompts.
 """
 
 import json
@@ -32,13 +33,28 @@ from load import DEFAULT_HEADS, install_kernels, load_model, open_checkpoint
 from speculative import Report, Speculation
 from tokenizer import ChatTemplate, Tokenizer
 
-OPEN = """What is the capital of France?|Write a short poem about the sea.|Explain why the sky is blue.
-Give me three tips for learning a language.|How does a bicycle stay upright?|Tell me a story about a fox and a crow.
-Write a Python function that reverses a list.|What are the planets of the solar system?|Describe your favourite season.
-How do I boil an egg?|What is photosynthesis?|Who was Ada Lovelace?|List five uses of a paper clip.
-What is the difference between a virus and a bacterium?|Write an invitation to a birthday party.
-Explain recursion to a child.|What causes tides?|Name some famous painters and their works.
-How can I sleep better?|What is inflation in an economy?"""
+OPEN_PROMPTS = [
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain why the sky is blue.",
+    "Give me three tips for learning a language.",
+    "How does a bicycle stay upright?",
+    "Tell me a story about a fox and a crow.",
+    "Write a Python function that reverses a list.",
+    "What are the planets of the solar system?",
+    "Describe your favourite season.",
+    "How do I boil an egg?",
+    "What is photosynthesis?",
+    "Who was Ada Lovelace?",
+    "List five uses of a paper clip.",
+    "What is the difference between a virus and a bacterium?",
+    "Write an invitation to a birthday party.",
+    "Explain recursion to a child.",
+    "What causes tides?",
+    "Name some famous painters and their works.",
+    "How can I sleep better?",
+    "What is inflation in an economy?",
+]
 
 
 def copying_prompts() -> list[str]:
@@ -51,13 +67,17 @@ def copying_prompts() -> list[str]:
 # ---------------------------------------------------------------- one model, several drafts
 
 
-def run_prompt(engine: Engine, prompts: Iterator, new_tokens: int):
-    """Run the next of the prompts. As in a server, the numbers of threads are tuned over all prompts."""
+def run_prompt(engine: Engine, prompts: Iterator, new_tokens: int) -> dict:
+    """Run the next of the prompts.
+
+    As in a server, the numbers of threads are tuned over all prompts.
+    """
     engine.reset_timing()
     engine.clear()
     request = Request(next(prompts), measure.GREEDY, new_tokens)
     generate(engine, [request])
-    decode_s, n = engine.timing.decode_s, engine.timing.decode_tokens
+    decode_s = engine.timing.decode_s
+    n = engine.timing.decode_tokens
     return {"rate": n / decode_s, "tokens": request.new_tokens, "decode_s": decode_s, "count": n}
 
 
@@ -74,9 +94,12 @@ def formula(report: Report, plain_s: float) -> dict:
     """The acceptance rate a, the costs c and v in plain steps, and the speedup that docs/speculation.md derives."""
     if report.steps == 0:
         return {"predicted_over_plain": 1.0}
+    k = report.proposed / report.steps
+    a = sum(report.accepted) / sum(report.verified)
+    c = report.draft_s / report.proposed / plain_s
     verify_s = max(0.0, report.target_s - report.plain_steps * plain_s)
-    k, a = report.proposed / report.steps, sum(report.accepted) / sum(report.verified)
-    c, v = report.draft_s / report.proposed / plain_s, verify_s / report.steps / plain_s
+    v = verify_s / report.steps / plain_s
+
     tokens = report.steps * expected_tokens(min(a, 0.9999), k) + report.plain_steps
     predicted = tokens / (report.steps * (k * c + v) + report.plain_steps)
     return {"k": k, "a": a, "c": c, "v": v, "predicted_over_plain": predicted}
@@ -87,16 +110,21 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 
     drafts: name -> (drafts, number of tokens to propose, or None for "auto").
     """
-    length, turns = max(map(len, prompts)) + new_tokens, {}
-    engines = {"plain": Engine(model, 1, length, steps)}  # all of them use the same caches, one after another
+    length = max(map(len, prompts)) + new_tokens
+    # All engines use the same caches, one after another.
+    engines = {"plain": Engine(model, 1, length, steps)}
     for name, (some, k) in drafts.items():
-        engines[name] = Engine(model, 1, length, steps, Speculation(some, k or MAX_K, automatic=k is None))
+        speculation = Speculation(some, k or MAX_K, automatic=k is None)
+        engines[name] = Engine(model, 1, length, steps, speculation)
+    turns = {}
     for name, engine in engines.items():
         warm_up(engine, prompts[0], new_tokens)
         turns[name] = partial(run_prompt, engine, iter(prompts), new_tokens)
     rounds = measure.take_turns(turns, len(prompts), warm_up=0)
-    plain, rows = rounds["plain"], []
+
+    plain = rounds["plain"]
     plain_s = sum(column(plain, "decode_s")) / sum(column(plain, "count"))
+    rows = []
     for name, mine in rounds.items():
         rates = column(mine, "rate")
         row = {"draft": name, "tokens_per_s": median(rates), "rates": rates, "of": len(prompts)}
@@ -114,8 +142,10 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 
 
 def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) -> dict:
-    """The drafts to compare for a model, as `compare` takes them. heads: a file of them, or None. four: the model in 4
-    bits, or None."""
+    """The drafts to compare for a model, as `compare` takes them.
+
+    heads: a file of Medusa heads, or None. four: the model in 4 bits, or None.
+    """
 
     def medusa():
         return MedusaDraft(install_kernels(make_heads(heads, model)))
@@ -123,60 +153,85 @@ def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) 
     def vocabulary_of(head):
         if heads is None:
             return None
-        return install_kernels(DraftVocabulary(heads.vocabulary, output_head_rows(head, heads.vocabulary)))
+        rows = output_head_rows(head, heads.vocabulary)
+        return install_kernels(DraftVocabulary(heads.vocabulary, rows))
 
-    drafts, best = {"prompt-lookup, auto": ([RetrievalDraft()], None)}, [RetrievalDraft([answers] if answers else [])]
+    drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
+    best = [RetrievalDraft([answers] if answers else [])]
     if heads:
-        drafts |= {"medusa, 3": ([medusa()], 3), "medusa, auto": ([medusa()], None)}
+        drafts["medusa, 3"] = ([medusa()], 3)
+        drafts["medusa, auto"] = ([medusa()], None)
         best.append(medusa())
     if distilled is not None:
         draft = load_model(distilled)
-        drafts["distilled, auto"] = [ModelDraft(draft, vocabulary_of(draft))], None
+        drafts["distilled, auto"] = ([ModelDraft(draft, vocabulary_of(draft))], None)
     if four is not None:
-        drafts["int4-self, auto"] = [SelfDraft(four, vocabulary_of(model))], None
+        drafts["int4-self, auto"] = ([SelfDraft(four, vocabulary_of(model))], None)
         best.append(SelfDraft(four, vocabulary_of(model)))
-    return drafts | ({"all, auto": (best, None)} if len(best) > 1 else {})
+    if len(best) > 1:
+        drafts["all, auto"] = (best, None)
+    return drafts
 
 
 def in_four_bits(source: Checkpoint, directory: Path):
     """The model in the bits of its file, if these are fewer than 8, and otherwise in int4."""
     if source.quantization is not None and source.quantization.bits < 8:
         return load_model(source)
-    return install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
+    model = load_model(directory, kernels="torch")
+    return install_kernels(quantize_model(model, Quantization("int4", 32, "int8")))
+
+
+def read_answers(path: Path) -> list[int]:
+    """The token ids of all answers in a file of training/self_text.py."""
+    lines = path.read_text().splitlines()
+    return [token for line in lines for token in json.loads(line)["new"]]
 
 
 def main():
     parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
     add = parser.add_argument
-    add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
+    formats = list(FORMATS)
+    formats_help = "formats of the weights (all but file)"
+    answers_help = "a file of training/self_text.py, in which lookup searches"
+    add("--formats", nargs="+", choices=measure.WITH_FILE, default=formats, help=formats_help)
     add("--eager", action="store_true", help="do not compile")
     add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
-    add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
+    add("--answers", type=Path, help=answers_help)
     args = parser.parse_args()
-    source, directory = open_checkpoint(args.checkpoint_path), quantized(args.checkpoint_path, "bf16")
-    template, rows = ChatTemplate(directory, Tokenizer(directory)), []
-    texts = {"open": OPEN.replace("\n", "|").split("|"), "copying": copying_prompts()}
-    lines = args.answers.read_text().splitlines() if args.answers else []
-    answers = [token for line in lines for token in json.loads(line)["new"]]
+
+    source = open_checkpoint(args.checkpoint_path)
+    directory = quantized(args.checkpoint_path, "bf16")
+    template = ChatTemplate(directory, Tokenizer(directory))
+    prompts = {}
+    for kind, texts in {"open": OPEN_PROMPTS, "copying": copying_prompts()}.items():
+        chats = [[{"role": "user", "content": text}] for text in texts[: args.prompts]]
+        prompts[kind] = [template.encode(chat) for chat in chats]
+    answers = []
+    if args.answers:
+        answers = read_answers(args.answers)
+
+    rows = []
     for format in args.formats:
         steps = compiled_steps(not args.eager, False)  # they keep the models that they have compiled
         model = load_model(open_checkpoint(str(quantized(args.checkpoint_path, format))))
-        four = in_four_bits(source, directory) if format in ("bf16", "int8") else None
+        four = None
+        if format in ("bf16", "int8"):
+            four = in_four_bits(source, directory)
         try:
             heads = read_heads(DEFAULT_HEADS, model, directory.name)
         except UserError:
             heads = None  # they were trained for another model
-        for kind in texts:
+        for kind, ids in prompts.items():
             print_status(f"{format}, {kind} prompts")
             drafts = make_drafts(model, heads, four, args.distilled, answers)
-            chats = [[{"role": "user", "content": text}] for text in texts[kind][: args.prompts]]
-            compared = compare(model, steps, drafts, [template.encode(chat) for chat in chats], args.new_tokens)
-            rows += [{"target": format, "prompts": kind} | row for row in compared]
-    columns = {"target": "", "prompts": "", "draft": "", "tokens_per_s": ".0f", "over_plain": ".2f"}
-    columns |= {"over_plain_spread": ".2f", "predicted_over_plain": ".2f", "mean_accepted_tokens": ".2f"}
-    columns |= {"mean_proposed_tokens": ".2f", "acceptance_by_place": ".2f"}
-    columns |= {"a": ".2f", "c": ".2f", "v": ".2f", "same_text": "", "of": ""}
-    measure.print_table(rows, columns)
+            for row in compare(model, steps, drafts, ids, args.new_tokens):
+                rows.append({"target": format, "prompts": kind} | row)
+
+    columns = {"target": "", "prompts": "", "draft": "", "tokens_per_s": ".0f"}
+    ratios = ("over_plain", "over_plain_spread", "predicted_over_plain", "mean_accepted_tokens")
+    ratios += ("mean_proposed_tokens", "acceptance_by_place", "a", "c", "v")
+    columns |= dict.fromkeys(ratios, ".2f")
+    measure.print_table(rows, columns | {"same_text": "", "of": ""})
     about = {"model": source.name, "new_tokens": args.new_tokens, "rows": rows}
     measure.save("speculation", about, args.out)
 

@@ -1,20 +1,21 @@
 """What a JSON schema costs: answers that must fit one beside plain answers, from our server and those of the peers.
 
-All servers take turns with one stream and with eight, each plain and with a schema that no answer of --new_tokens can
-complete, so that all answers have the same length. Every answer gets a schema of its own, which no server has seen.
+All servers take turns with one stream and with eight, each plain and with a schema that no answer of
+--new_tokens can complete, so that all answers have the same length. Every answer gets a schema of
+its own, which no server has seen.
 
   masked_over_plain  the rate with a schema / the rate without
   later_first_token  how much later the first token of one stream comes with a schema, in seconds
 """
 
 import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import measure
 from measure import ROOT, column, ratio
-from serving import STREAMS, Prompts, throughput
+from serving import STREAMS, Prompts, Stream, throughput
 
 from cli import run_command
 from load import choose_device, open_checkpoint
@@ -22,60 +23,84 @@ from load import choose_device, open_checkpoint
 
 def long_schema(n: int) -> dict:
     """A schema whose property names contain the number n. An answer has at least 99 items."""
-    item = {"type": "object", "required": [f"name_{n}", "count", "tags"], "additionalProperties": False}
+    name = f"name_{n}"
     tags = {"type": "array", "items": {"enum": ["a", "b", f"c_{n}"]}, "maxItems": 3}
-    item["properties"] = {f"name_{n}": {"type": "string", "maxLength": 40}, "count": {"type": "integer"}, "tags": tags}
+    item = {
+        "type": "object",
+        "properties": {
+            name: {"type": "string", "maxLength": 40},
+            "count": {"type": "integer"},
+            "tags": tags,
+        },
+        "required": [name, "count", "tags"],
+        "additionalProperties": False,
+    }
     return {"type": "array", "items": item, "minItems": 99}
 
 
-def run(port: int, prompts: Prompts, numbers, count: int, masked: bool, shape: tuple[int, int]) -> dict:
-    """The throughput of `count` streams. A peer that ends an answer too early gets another prompt."""
-    streams = prompts.streams(count, *shape)
-    for stream in streams if masked else []:
-        schema = long_schema(next(numbers))  # each server knows one of these two fields, and ignores the other
+def run_plain(port: int, streams: Callable[[], list[Stream]]) -> dict:
+    return throughput(port, streams())
+
+
+def run_masked(port: int, streams: Callable[[], list[Stream]], numbers: Iterator[int]) -> dict:
+    """The throughput of streams that must each fit a schema of their own."""
+    masked = streams()
+    for stream in masked:
+        schema = long_schema(next(numbers))
         described = {"name": "answer", "schema": schema}
-        stream.more = {"response_format": {"type": "json_schema", "json_schema": described}, "json_schema": schema}
-    return throughput(port, streams)
+        # Each server knows one of these two fields, and ignores the other.
+        stream.more["response_format"] = {"type": "json_schema", "json_schema": described}
+        stream.more["json_schema"] = schema
+    return throughput(port, masked)
 
 
 def report(rounds: dict[str, list], names: list[str]) -> dict:
     ratios = {}
     for name, n in itertools.product(names, (1, STREAMS)):
-        plain, masked = (column(rounds[f"{name} {n} {kind}"], "tokens_per_s") for kind in ("plain", "masked"))
-        ratios |= ratio(f"{name}_{n}_masked_over_plain", masked, plain)
+        plain = column(rounds[f"{name} {n} plain"], "tokens_per_s")
+        masked = column(rounds[f"{name} {n} masked"], "tokens_per_s")
         ours = column(rounds[f"fastpath {n} masked"], "tokens_per_s")
+        ratios |= ratio(f"{name}_{n}_masked_over_plain", masked, plain)
         ratios |= ratio(f"masked_{n}_over_{name}", ours, masked)
     for name, value in ratios.items():
         if not name.endswith("_spread"):
-            print(f"{name}: {value:.3f} ({ratios[f'{name}_spread'][0]:.3f}-{ratios[f'{name}_spread'][1]:.3f})")
+            low, high = ratios[f"{name}_spread"]
+            print(f"{name}: {value:.3f} ({low:.3f}-{high:.3f})")
+
     later = {}
     for name in names:
-        plain, masked = (column(rounds[f"{name} 1 {kind}"], "first_token_s") for kind in ("plain", "masked"))
+        plain = column(rounds[f"{name} 1 plain"], "first_token_s")
+        masked = column(rounds[f"{name} 1 masked"], "first_token_s")
         later[name] = median(b - a for a, b in zip(plain, masked))
-        print(f"{name}: the first token of one stream comes {1e3 * later[name]:.1f} ms later with a schema")
+        later_ms = f"{1e3 * later[name]:.1f} ms"
+        print(f"{name}: the first token of one stream comes {later_ms} later with a schema")
+
     found = {name: measure.medians(mine) for name, mine in rounds.items()}
     return {"servers": found, "ratios": ratios, "later_first_token_s": later}
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--rounds": 5, "--prompt_tokens": 32, "--new_tokens": 128})
+    counts = {"--rounds": 5, "--prompt_tokens": 32, "--new_tokens": 128}
+    parser = measure.make_parser(__doc__, counts)
     measure.add_server_options(parser)
     args = parser.parse_args()
-    directory, out = measure.quantized(args.checkpoint_path, args.format), args.out
-    out = out or ROOT / "benchmarks" / "results" / "structured.json"
-    prompts, shape = (
-        Prompts(open_checkpoint(str(directory)).config.vocab_size - 1),
-        (args.prompt_tokens, args.new_tokens),
-    )
-    with measure.all_servers(args, Path(directory), out, STREAMS, sum(shape) + 64) as (ports, _):
-        contestants, numbers = {}, itertools.count()
-        for name, n in itertools.product(ports, (1, STREAMS)):
-            for kind in ("plain", "masked"):
-                work = partial(run, ports[name], prompts, numbers, n, kind == "masked", shape)
-                contestants[f"{name} {n} {kind}"] = work
+
+    directory = measure.quantized(args.checkpoint_path, args.format)
+    out = args.out or ROOT / "benchmarks" / "results" / "structured.json"
+    prompts = Prompts(open_checkpoint(str(directory)).config.vocab_size - 1)
+    numbers = itertools.count()
+    length = args.prompt_tokens + args.new_tokens + 64
+    with measure.all_servers(args, directory, out, STREAMS, length) as (ports, _):
+        contestants = {}
+        for (name, port), n in itertools.product(ports.items(), (1, STREAMS)):
+            streams = partial(prompts.streams, n, args.prompt_tokens, args.new_tokens)
+            contestants[f"{name} {n} plain"] = partial(run_plain, port, streams)
+            contestants[f"{name} {n} masked"] = partial(run_masked, port, streams, numbers)
         found = report(measure.take_turns(contestants, args.rounds), list(ports))
-    about = {"model": Path(directory).name, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    measure.save("structured", about | {"streams": STREAMS} | found, out, choose_device(None))
+
+    about = {"model": directory.name, "prompt_tokens": args.prompt_tokens}
+    about |= {"new_tokens": args.new_tokens, "streams": STREAMS} | found
+    measure.save("structured", about, out, choose_device(None))
 
 
 if __name__ == "__main__":

@@ -95,10 +95,9 @@ def main():
     pairs = make_pairs()
     turns = {}
     for name, (before, after) in pairs.items():
-        all_before = measure.in_a_row([before] * LAYERS)
-        all_after = measure.in_a_row([after] * LAYERS)
-        turns[f"{name}, before"] = partial(measure.seconds, all_before, REPEATS)
-        turns[f"{name}, after"] = partial(measure.seconds, all_after, REPEATS)
+        for when, work in (("before", before), ("after", after)):
+            layers = measure.in_a_row([work] * LAYERS)
+            turns[f"{name}, {when}"] = partial(measure.seconds, layers, REPEATS)
     times = measure.take_turns(turns, args.rounds)
 
     rows = []

@@ -34,14 +34,10 @@ LOOP = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.ge
 def busy(loops: int):
     """Run this number of endless loops: on the last processor, on the one before it, and so on."""
     cpus = sorted(os.sched_getaffinity(0), reverse=True)
-    programs = []
-    for i in range(loops):
-        command = [sys.executable, "-c", LOOP, str(cpus[i % len(cpus)])]
-        programs.append(subprocess.Popen(command))
-
+    chosen = [str(cpus[i % len(cpus)]) for i in range(loops)]
+    programs = [subprocess.Popen([sys.executable, "-c", LOOP, cpu]) for cpu in chosen]
     try:
-        if programs:
-            time.sleep(0.5)
+        time.sleep(0.5 if programs else 0)
         yield programs
     finally:
         for program in programs:
@@ -83,9 +79,7 @@ def run_engine(args, engine: Engine, threads: int | None = None) -> dict:
 def measure_case(args, fixed_engine: Engine, engine: Engine, loops: int) -> dict:
     """Run all contestants beside `loops` loops, and compare the engine's choice with the others."""
     numbers = powers_of_two(torch.get_num_threads())
-    turns: dict[str, Callable] = {}
-    for n in numbers:
-        turns[f"{n} threads"] = partial(run_engine, args, fixed_engine, n)
+    turns: dict[str, Callable] = {f"{n} threads": partial(run_engine, args, fixed_engine, n) for n in numbers}
     turns["chosen"] = partial(run_engine, args, engine)
     few_tokens = argparse.Namespace(**vars(args) | {"new_tokens": 16})
     turns |= measure.llama_benches(few_tokens, args.gguf)
@@ -141,8 +135,7 @@ def main():
     parser = measure.make_parser(__doc__, counts)
     add = parser.add_argument
     loops = [0, 1, 2 * processors()]
-    loops_help = "numbers of other programs (0, 1, and two per processor)"
-    add("--loops", nargs="+", type=int, default=loops, help=loops_help)
+    add("--loops", nargs="+", type=int, default=loops, help="numbers of other programs (0, 1, and two per processor)")
     add("--format", choices=measure.WITH_FILE, default="int4", help="format of the weights (int4)")
     add("--compile", action="store_true", help="compile the decode step")
     measure.add_bench_options(parser)
@@ -155,8 +148,7 @@ def main():
     generate(engine, [Request([5, 6, 7], GREEDY, 8)])  # compiles
 
     cases = [measure_case(args, fixed_engine, engine, loops) for loops in args.loops]
-    columns = {"loops": ""} | {key: ".2f" for key in cases[0] if "_to_" in key}
-    measure.print_table(cases, columns)
+    measure.print_table(cases, {"loops": ""} | {key: ".2f" for key in cases[0] if "_to_" in key})
     recovery = [recovery_s(engine) for _ in range(args.rounds)]
     print("full speed again after", ", ".join(f"{seconds:.2f}" for seconds in recovery), "s")
     about = {"format": args.format, "compiled": args.compile, "recovery_s": recovery, "cases": cases}

@@ -43,8 +43,7 @@ def by_width(rows: list[dict]) -> list[dict]:
 
 
 def bar_label(value: float, gain: float | None) -> str:
-    digits = 1 if value < 100 else 0
-    label = f"{value:.{digits}f}"
+    label = f"{value:.1f}" if value < 100 else f"{value:.0f}"
     return f"{label}  {gain:.2f}x" if gain else label
 
 
@@ -59,8 +58,7 @@ def draw_bars(axes, rows: list[dict], rate: str, bandwidth: float | None):
         axes.bar_label(bar, [label], padding=4, fontsize=10, bbox=WHITE_BOX)
         if bandwidth and "weight_bytes_per_token" in row:
             bound = bandwidth / row["weight_bytes_per_token"]
-            style = {"color": "black", "linewidth": 1.5, "linestyle": (0, (2, 1))}
-            axes.plot([bound, bound], [y - 0.42, y + 0.42], **style)
+            axes.plot([bound, bound], [y - 0.42, y + 0.42], color="black", linewidth=1.5, linestyle=(0, (2, 1)))
 
     axes.set_xlim(0, 1.38 * axes.get_xlim()[1])  # room for the labels
     hide_x_axis(axes, labelsize=10)
@@ -99,9 +97,8 @@ def draw_gains(result: dict, path: Path):
         names = [f"{row['target']}  {row['draft'].removesuffix(', auto')}" for row in mine]
         gains = [row["over_plain"] for row in mine]
         colours = [BLUE if gain >= 1 else GREY for gain in gains]
-        bars = axes.barh(names, gains, color=colours, height=0.65)
-        labels = [f"{gain:.2f}x" for gain in gains]
-        axes.bar_label(bars, labels, padding=4, fontsize=9, bbox=WHITE_BOX)
+        bars = axes.barh(names, gains, color=colours, edgecolor=colours, height=0.65)
+        axes.bar_label(bars, fmt="{:.2f}x", padding=4, fontsize=9, bbox=WHITE_BOX)
         axes.axvline(1, color="black", linewidth=1, linestyle=(0, (2, 1)), zorder=0)
         axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
         hide_x_axis(axes, labelsize=9)
@@ -129,13 +126,11 @@ def draw(path: Path):
     if "rows" in result:
         models = {model: by_width(rows) for model, rows in models.items()}
         bandwidth = result["read_bytes_per_s"]["dram"]
-        gigabytes = f"{bandwidth / 1e9:.0f}"
-        note = f"dashed: a token's weights at the {gigabytes} GB/s of a plain read in the same rounds"
+        note = f"dashed: a token's weights at the {bandwidth / 1e9:.0f} GB/s of a plain read in the same rounds"
 
     heights = [len(rows) + 1.5 for rows in models.values()]
     figure = make_figure(0.9 + 0.36 * sum(heights), title(result))
-    shape = {"sharey": "row", "height_ratios": heights, "squeeze": False}
-    lines = figure.subplots(len(models), 2, **shape)
+    lines = figure.subplots(len(models), 2, sharey="row", height_ratios=heights, squeeze=False)
     for (decode, prefill), (model, rows) in zip(lines, models.items()):
         draw_bars(decode, rows, DECODE, bandwidth)
         draw_bars(prefill, rows, PREFILL, None)

@@ -49,19 +49,15 @@ def transformers_contestant(args, source: str | None, device: torch.device) -> C
     if source.endswith(".gguf"):
         source = str(Path(source).resolve())
         options["gguf_file"] = source
-    auto_model = transformers.AutoModelForCausalLM
-    model = auto_model.from_pretrained(source, dtype=BF16, **options).to(device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=BF16, **options).to(device).eval()
     # Greedy; no token ends the text.
-    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generation_config = transformers.GenerationConfig(**greedy)
+    model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 
     def generate_s(prompt: int, n: int) -> float:
         ids = (torch.arange(prompt, device=device) % 100).expand(args.rows, -1)
-        mask = torch.ones_like(ids)
-        lengths = {"max_new_tokens": n, "min_new_tokens": n}
-        generate = partial(model.generate, ids, attention_mask=mask, **lengths)
+        lengths = {"attention_mask": torch.ones_like(ids), "max_new_tokens": n, "min_new_tokens": n}
         with torch.no_grad():
-            return measure.seconds(generate, device=device)
+            return measure.seconds(lambda: model.generate(ids, **lengths), device=device)
 
     def run() -> dict:
         decode_s = (generate_s(5, args.new_tokens + 1) - generate_s(5, 1)) / args.rows
@@ -84,18 +80,13 @@ def make_contestants(
     if args.old:
         trees["old"] = args.old
 
-    for format, mode, who in itertools.product(formats, modes, trees):
-        flags = modes[mode]
-        run = partial(measure.decode_and_prefill, args, source, format, flags, trees[who], args.rows)
-        shown = format
-        if format == "file":
-            shown = measure.format_of(measure.quantized(source, "file"))
+    for format, (mode, flags), (who, tree) in itertools.product(formats, modes.items(), trees.items()):
+        shown = measure.format_of(measure.quantized(source, format)) if format == "file" else format
+        run = partial(measure.decode_and_prefill, args, source, format, flags, tree, args.rows)
         contestants[f"{who} {mode} {shown}"] = run
-
     path = open_checkpoint(source).path
     if not args.old and not (path.is_dir() and is_ours(path)):
         contestants["transformers bf16"] = transformers_contestant(args, source, device)
-
     numbers = torch.ones(2**25, dtype=torch.int64, device=device)
     contestants["memory"] = lambda: numbers.nbytes / measure.seconds(numbers.sum, 3, device)
     return contestants
@@ -108,11 +99,8 @@ def compare(rounds: dict[str, list[dict]]) -> list[dict]:
     """
     peers = [name for name in rounds if not name.startswith(("fastpath", "old"))]
     ratios = []
-    for our in rounds:
-        if not our.startswith("fastpath"):
-            continue
-        old = our.replace("fastpath", "old")
-        others = [old, *peers] if old in rounds else peers
+    for our in [name for name in rounds if name.startswith("fastpath")]:
+        others = [name for name in (our.replace("fastpath", "old"), *peers) if name in rounds]
         for other in others:
             row = {"ours": our, "peer": other}
             ratios.append(row | measure.rate_ratios("", rounds[our], rounds[other]))
@@ -139,16 +127,13 @@ def compare_with_best(rounds: dict[str, list[dict]], our: str, peers: list[str])
 
 
 def main():
-    counts = {"--rounds": 5, "--prompt_tokens": 512, "--new_tokens": 64, "--rows": 1}
-    parser = measure.make_parser(__doc__, counts)
+    parser = measure.make_parser(__doc__, {"--rounds": 5, "--prompt_tokens": 512, "--new_tokens": 64, "--rows": 1})
     add = parser.add_argument
     measure.add_bench_options(parser)
-    formats_help = "formats of our weights (bf16)"
-    options_help = "further options of generate.py, for example '--options=--kernels avx2'"
     add("--files", nargs="+", default=[], help="GGUF files of more models, which all programs run")
-    add("--formats", nargs="+", choices=WITH_FILE, default=["bf16"], help=formats_help)
+    add("--formats", nargs="+", choices=WITH_FILE, default=["bf16"], help="formats of our weights (bf16)")
     add("--compile", action="store_true", help="also measure fastpath compiled")
-    add("--options", default="", help=options_help)
+    add("--options", default="", help="further options of generate.py, for example '--options=--kernels avx2'")
     add("--old", type=Path, metavar="DIRECTORY", help="another checkout, to compare with")
     args = parser.parse_args()
 

@@ -77,12 +77,10 @@ def summarize(rows: list[dict]) -> dict:
 
 
 def main():
-    counts = {"--new_tokens": 64, "--rows": 1, "--prompts": 12, "--rounds": 3}
-    parser = measure.make_parser(__doc__, counts)
+    parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rows": 1, "--prompts": 12, "--rounds": 3})
     add = parser.add_argument
-    options_help = "further options of generate.py, for example --options=--compile"
     add("--temperature", type=float, default=0.0, help="default: 0.0, greedy")
-    add("--options", default="", help=options_help)
+    add("--options", default="", help="further options of generate.py, for example --options=--compile")
     add("--format", choices=measure.WITH_FILE, default="file", help="format of the weights (file)")
     args = parser.parse_args()
 

@@ -41,8 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention as SDPA
 try:
     from triton.testing import do_bench_cudagraph
 except ModuleNotFoundError:
-    reason = "triton is missing: it comes with PyTorch for CUDA, and with requirements-dev.txt"
-    sys.exit(f"gpu_kernels.py: error: {reason}")
+    sys.exit("gpu_kernels.py: error: triton is missing: it comes with PyTorch for CUDA, and with requirements-dev.txt")
 
 import kernels_triton as kt
 from cli import UserError, print_status, run_command
@@ -118,8 +117,7 @@ def copies(size: int, device: torch.device) -> int:
     """How many copies of `size` bytes are together four times as large as the L2 cache."""
     if device.type != "cuda":
         return 1
-    cache_size = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, -(-4 * cache_size // size))
+    return max(2, -(-4 * torch.cuda.get_device_properties(device).L2_cache_size // size))
 
 
 def randn(*shape: int, device: torch.device) -> torch.Tensor:
@@ -157,9 +155,7 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
         plains = [random_layer(format, N, C, device)]
         size = sum(tensor.nbytes for tensor in plains[0].state_dict().values())
         plains += [random_layer(format, N, C, device) for _ in range(copies(size, device) - 1)]
-        ours = plains
-        if format != "bf16":
-            ours = [kt.PackedLinear(layer) for layer in plains]
+        ours = plains if format == "bf16" else [kt.PackedLinear(layer) for layer in plains]
         gated = name == "gate_up"  # ours with SwiGLU, as a model has it; torch's without
         if tuning:
             tune(ours, format, N, C, gated, device)
@@ -198,8 +194,7 @@ def tune(layers: list, format: str, N: int, C: int, gated: bool, device: torch.d
 
     path = kt.tuning_file(device)
     known = json.loads(path.read_text()) if path.exists() else {}
-    outputs = N // 2 if gated else N
-    known[kt.tile_key(*BITS[format], outputs, C, gated)] = space[times.index(min(times))]
+    known[kt.tile_key(*BITS[format], N // 2 if gated else N, C, gated)] = space[times.index(min(times))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1))
     kt.tuned_tiles.cache_clear()
@@ -208,52 +203,43 @@ def tune(layers: list, format: str, N: int, C: int, gated: bool, device: torch.d
 # ---------------------------------------------------------------- attention
 
 
-def attention(sizes: dict, device: torch.device) -> Iterator[dict]:
-    for length in sizes["decode"]:
-        print_status(f"decode at {length}")
-        yield decode_attention(sizes, device, length)
-    for S in sizes["prefill"]:
-        print_status(f"prefill of {S}")
-        yield prefill_attention(sizes, device, S)
-
-
 def our_attention(q, k, v, input_pos) -> Callable[[], torch.Tensor]:
     """A call of our kernel without rows, slopes or a window."""
     return partial(kt.attention, q, k, v, input_pos, None, None, None, q.shape[-1] ** -0.5)
 
 
-def decode_attention(sizes: dict, device: torch.device, length: int) -> dict:
+def decode_attention(sizes: dict, device: torch.device) -> Iterator[dict]:
     H, K, E = sizes["heads"]
-    q = randn(1, 1, H, E, device=device)
-    input_pos = torch.tensor([[length - 1]], device=device)
-    size = 4 * length * K * E
-    ours = []
-    theirs = []
-    for _ in range(min(copies(size, device), 24)):
-        k = randn(1, K, sizes["cache"], E, device=device)
-        v = randn(1, K, sizes["cache"], E, device=device)
-        live_k = k[:, :, :length]
-        live_v = v[:, :, :length]
-        ours.append(our_attention(q, k, v, input_pos))
-        theirs.append(partial(SDPA, q.transpose(1, 2), live_k, live_v, enable_gqa=True))
+    for length in sizes["decode"]:
+        print_status(f"decode at {length}")
+        q = randn(1, 1, H, E, device=device)
+        heads = q.transpose(1, 2)
+        input_pos = torch.tensor([[length - 1]], device=device)
+        size = 4 * length * K * E
+        ours = []
+        theirs = []
+        for _ in range(min(copies(size, device), 24)):
+            k = randn(1, K, sizes["cache"], E, device=device)
+            v = randn(1, K, sizes["cache"], E, device=device)
+            ours.append(our_attention(q, k, v, input_pos))
+            theirs.append(partial(SDPA, heads, k[:, :, :length], v[:, :, :length], enable_gqa=True))
 
-    row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
-    return row | {"ours_s": seconds(ours), "torch_s": seconds(theirs)}
+        row = {"name": f"attention, decode at {length}", "rows": 1, "bytes": size}
+        yield row | {"ours_s": seconds(ours), "torch_s": seconds(theirs)}
 
 
-def prefill_attention(sizes: dict, device: torch.device, S: int) -> dict:
+def prefill_attention(sizes: dict, device: torch.device) -> Iterator[dict]:
     H, K, E = sizes["heads"]
-    q = randn(1, S, H, E, device=device)
-    input_pos = torch.arange(S, device=device)[None]
-    k = randn(1, K, S + 8, E, device=device)
-    v = randn(1, K, S + 8, E, device=device)
-    live_k = k[:, :, :S]
-    live_v = v[:, :, :S]
-    theirs = partial(SDPA, q.transpose(1, 2), live_k, live_v, is_causal=True, enable_gqa=True)
-
-    row = {"name": f"attention, prefill of {S}", "rows": S}
-    row["ours_s"] = seconds([our_attention(q, k, v, input_pos)])
-    return row | {"torch_s": seconds([theirs])}
+    for S in sizes["prefill"]:
+        print_status(f"prefill of {S}")
+        q = randn(1, S, H, E, device=device)
+        heads = q.transpose(1, 2)
+        k = randn(1, K, S + 8, E, device=device)
+        v = randn(1, K, S + 8, E, device=device)
+        ours = our_attention(q, k, v, torch.arange(S, device=device)[None])
+        theirs = partial(SDPA, heads, k[:, :, :S], v[:, :, :S], is_causal=True, enable_gqa=True)
+        row = {"name": f"attention, prefill of {S}", "rows": S}
+        yield row | {"ours_s": seconds([ours]), "torch_s": seconds([theirs])}
 
 
 # ---------------------------------------------------------------- whole models
@@ -292,8 +278,7 @@ def decode_step(config: Config, device: torch.device, format: str, who: str, con
 
 
 def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
-    models = sizes["models"].items()
-    for (name, config), format, context in itertools.product(models, FORMATS, sizes["contexts"]):
+    for (name, config), format, context in itertools.product(sizes["models"].items(), FORMATS, sizes["contexts"]):
         row = {"name": f"{name} {format} at {context}", "rows": 1}
         for who in ("ours", "torch"):
             print_status(f"{row['name']}, {who}")
@@ -320,7 +305,7 @@ def main():
 
     copy_rate = copy_bandwidth(device, sizes["copy"])
     rows = [*products(sizes, device, args.tune)]
-    rows += attention(sizes, device)
+    rows += [*decode_attention(sizes, device), *prefill_attention(sizes, device)]
     rows += decode(sizes, device)
     for row, who in itertools.product(rows, ("ours", "torch")):
         if "bytes" in row and f"{who}_s" in row:
@@ -330,8 +315,7 @@ def main():
     measure.print_table(rows, columns | {"ours_share": ".0%", "torch_share": ".0%"})
     print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s")
     if args.out or not args.smoke:
-        result = {"copy_bytes_per_s": copy_rate, "rows": rows}
-        measure.save("gpu_kernels", result, args.out, device)
+        measure.save("gpu_kernels", {"copy_bytes_per_s": copy_rate, "rows": rows}, args.out, device)
 
 
 if __name__ == "__main__":

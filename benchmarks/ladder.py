@@ -1,9 +1,9 @@
-"""The ladder: one optimization after another, each a command line of generate.py that anybody can run.
+"""The ladder: one optimization after another, each a command line of generate.py.
 
-STEPS lists them; each step includes all steps above it. Every step is measured as decode.py measures
-fastpath, in one row, with the default model and with each GGUF file of --files. A gain over the
-step before is the median of the ratios within the rounds. No other program may be busy on the
-machine. charts.py draws the result.
+STEPS lists them; each step includes all steps above it. Every step is measured as decode.py
+measures fastpath, in one row, with the default model and with each GGUF file of --files. A gain
+over the step before is the median of the ratios within the rounds. No other program may be busy on
+the machine. charts.py draws the result.
 """
 
 from functools import partial
@@ -48,12 +48,10 @@ def summary(rounds: dict[str, list[dict]]) -> list[dict]:
 
 
 def main():
-    counts = {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64}
-    parser = measure.make_parser(__doc__, counts)
+    parser = measure.make_parser(__doc__, {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 64})
     add = parser.add_argument
-    files_help = "GGUF files of more models (bf16 and int8 copies are made)"
     add("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="names of STEPS")
-    add("--files", nargs="+", default=[], help=files_help)
+    add("--files", nargs="+", default=[], help="GGUF files of more models (bf16 and int8 copies are made)")
     args = parser.parse_args()
 
     rows = []

@@ -102,8 +102,7 @@ class Client(FastHttpUser):
                 response.request_meta["response_time"] = 1e3 * (time.perf_counter() - start)
 
         if response.status_code == 429:
-            wait_s = float(response.headers.get("Retry-After", 1))
-            time.sleep(min(wait_s, LONGEST_WAIT_S))
+            time.sleep(min(float(response.headers.get("Retry-After", 1)), LONGEST_WAIT_S))
 
     def listen(self, response, start: float):
         """Read a stream to its end. Its times and new tokens go to the request's context, too."""
@@ -136,9 +135,8 @@ class StoryUser(Client):
     @task
     def complete(self):
         start = random.randrange(len(TEXT) - 200)
-        prompt = TEXT[start : start + random.randrange(1, 200)]
-        body = {"prompt": prompt, "max_tokens": 20} | greedy_or_sampled()
-        self.ask("/v1/completions", body)
+        body = {"prompt": TEXT[start : start + random.randrange(1, 200)], "max_tokens": 20}
+        self.ask("/v1/completions", body | greedy_or_sampled())
 
 
 class LongTailUser(Client):
@@ -152,12 +150,10 @@ class LongTailUser(Client):
         start = random.randrange(len(WORDS) - words)
         prompt = " ".join(WORDS[start : start + words])
         body = {"prompt": prompt, "max_tokens": new, "ignore_eos": True} | greedy_or_sampled()
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        self.ask("/v1/completions", body)
+        self.ask("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
 
     def length(self, median: int) -> int:
-        drawn = round(random.lognormvariate(math.log(median), 1.0))
-        return min(TAIL * median, max(2, drawn))
+        return min(TAIL * median, max(2, round(random.lognormvariate(math.log(median), 1.0))))
 
 
 # ---------------------------------------------------------------- one number of users
@@ -197,9 +193,7 @@ def percentile(values: list[float], percent: int) -> float | None:
 
     None if there are no values.
     """
-    if not values:
-        return None
-    return sorted(values)[math.ceil(percent * len(values) / 100) - 1]
+    return sorted(values)[math.ceil(percent * len(values) / 100) - 1] if values else None
 
 
 def summary(responses: list[dict], users: int, seconds: float) -> dict:
@@ -263,9 +257,10 @@ CAPTION = (
 
 
 def draw_panel(axes, result: dict, title: str, keys: list[str], factor: float = 1):
-    """Draw lines of all servers against the number of users, for one key solid, for a second dashed.
+    """Draw lines of all servers against the number of users: the first key solid, the second dashed.
 
-    A ring marks from where first tokens come late, and a dotted line from where requests are refused.
+    A ring marks from where first tokens come late, and a dotted line from where requests are
+    refused.
     """
     for name, rows in result["servers"].items():
         colour = colour_of(name)
@@ -296,11 +291,9 @@ def draw(result: dict, path: Path):
     figure.suptitle(f"{result['model']}, {ROWS} rows\n{machine}, {result['date']}", fontsize=11)
     tokens, first, later, refused = figure.subplots(2, 2).flat
     draw_panel(tokens, result, "throughput, new tokens/s", ["tokens_per_s"])
-    first_keys = ["first_token_p50_s", "first_token_p95_s"]
-    draw_panel(first, result, "time to first token, s", first_keys)
-    later_keys = ["later_token_p50_s", "later_token_p95_s"]
-    draw_panel(later, result, "time per later token, ms", later_keys, factor=1e3)
-    draw_panel(refused, result, "refused, % of the responses", ["refused_share"], factor=100)
+    draw_panel(first, result, "time to first token, s", ["first_token_p50_s", "first_token_p95_s"])
+    draw_panel(later, result, "time per later token, ms", ["later_token_p50_s", "later_token_p95_s"], 1e3)
+    draw_panel(refused, result, "refused, % of the responses", ["refused_share"], 100)
 
     tokens.set_ylim(0, None)
     later.set_ylim(0, None)
@@ -313,10 +306,8 @@ def draw(result: dict, path: Path):
 
 
 def main():
-    counts = {"--seconds": 20, "--prompt_words": 40, "--new_tokens": 20, "--max_seq_length": 2048}
-    parser = make_parser(__doc__, counts)
-    add = parser.add_argument
-    add("--users", type=positive, nargs="+", default=USERS, help=f"default: {USERS}")
+    parser = make_parser(__doc__, {"--seconds": 20, "--prompt_words": 40, "--new_tokens": 20, "--max_seq_length": 2048})
+    parser.add_argument("--users", type=positive, nargs="+", default=USERS, help=f"default: {USERS}")
     add_server_options(parser)
     args = parser.parse_args()
 
@@ -328,13 +319,10 @@ def main():
     with all_servers(args, directory, out, ROWS, args.max_seq_length) as (ports, _):
         servers = ramp(ports, sorted(args.users), args.seconds)
 
-    table = [{"server": name} | row for name, rows in servers.items() for row in rows]
-    print_table(table, COLUMNS)
+    print_table([{"server": name} | row for name, rows in servers.items() for row in rows], COLUMNS)
     about = {"model": open_checkpoint(str(directory)).name, "rows": ROWS}
-    for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length"):
-        about[key] = getattr(args, key)
-    about["servers"] = servers
-    about["overload"] = {name: overload(rows) for name, rows in servers.items()}
+    about |= {key: getattr(args, key) for key in ("seconds", "prompt_words", "new_tokens", "max_seq_length")}
+    about |= {"servers": servers, "overload": {name: overload(rows) for name, rows in servers.items()}}
     save("load_test", about, out, choose_device(None))
     draw(read_json(out), picture)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds and ratios, timing, generate.py and servers as processes, a table, the JSON file.
+"""What the benchmarks share: rounds and ratios, timing, running programs, tables and JSON files.
 
 Absolute times vary on a machine that does other work, too. So the contestants take turns: every
 contestant runs once in a round, and each round begins with another contestant. Two contestants are
@@ -104,7 +104,7 @@ def medians(rounds: list[dict]) -> dict:
 
 
 def ratio(name: str, ours: Sequence[float], others: Sequence[float]) -> dict:
-    """The median of the ratios within the rounds as `name`, and the smallest and largest as `name`_spread."""
+    """The median of the ratios within the rounds, and as `name`_spread the smallest and largest."""
     ratios = [a / b for a, b in zip(ours, others)]
     return {name: median(ratios), f"{name}_spread": [min(ratios), max(ratios)]}
 
@@ -112,8 +112,7 @@ def ratio(name: str, ours: Sequence[float], others: Sequence[float]) -> dict:
 def rate_ratios(suffix: str, ours: list[dict], others: list[dict]) -> dict:
     """The ratios of both rates as decode`suffix` and prefill`suffix`, with their spreads."""
     decode = ratio(f"decode{suffix}", column(ours, DECODE), column(others, DECODE))
-    prefill = ratio(f"prefill{suffix}", column(ours, PREFILL), column(others, PREFILL))
-    return decode | prefill
+    return decode | ratio(f"prefill{suffix}", column(ours, PREFILL), column(others, PREFILL))
 
 
 # ---------------------------------------------------------------- what is measured in this process
@@ -142,7 +141,7 @@ def seconds(work: Callable, times: int = 1, device: torch.device = CPU) -> float
 
 
 def time_decode(engine: Engine, context: int, steps: int) -> Timing:
-    """Decode in all rows, greedily, after `context` positions whose keys and values are random numbers.
+    """Decode in all rows, greedily, after `context` positions with random keys and values.
 
     A fresh cache would not do: pages that were never written are not read from memory.
     """
@@ -165,8 +164,7 @@ def run_program(*command) -> str:
     """Run a program and return its stdout. If it fails, raise a UserError with its stderr."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)  # killed on Ctrl-C
     if done.returncode:
-        failed = f"{shlex.join(done.args)} failed ({done.returncode})"
-        raise UserError(f"{failed}: {done.stderr.strip()}")
+        raise UserError(f"{shlex.join(done.args)} failed ({done.returncode}): {done.stderr.strip()}")
     return done.stdout
 
 
@@ -181,8 +179,7 @@ def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) 
     command += ["--ignore_eos", "--temperature", 0, "--json", *flags]
     result = json.loads(run_program(*command))
     if result["recompiles"]:
-        compiled = f"{result['recompiles']} graphs were compiled while it was measured"
-        print_status(f"{compiled}: its rates are too low")
+        print_status(f"{result['recompiles']} graphs were compiled while it was measured: its rates are too low")
 
     tokens = rows * prompt
     later_s = SAMPLES * tokens / result[PREFILL] - result["time_to_first_token_s"]
@@ -265,10 +262,8 @@ def run_llama_bench(args, program: str, gguf: Path, settings: Sequence[str]) -> 
         except (UserError, ValueError) as error:
             print_status(f"left out: {str(error)[:300]}")
             continue
-        result = {"build": tests[0]["build_commit"]}
-        for test in tests:
-            result[DECODE if test["n_gen"] else PREFILL] = test["avg_ts"]
-        found[setting] = result
+        found[setting] = {DECODE if test["n_gen"] else PREFILL: test["avg_ts"] for test in tests}
+        found[setting]["build"] = tests[0]["build_commit"]
     return found
 
 
@@ -280,9 +275,7 @@ def keep_best_settings(rounds: dict[str, list]) -> dict[str, dict]:
     is left out. Return these settings and the build of each peer.
     """
     about = {}
-    for name in list(rounds):
-        if name.split()[0] not in PEERS:
-            continue
+    for name in [name for name in rounds if name.split()[0] in PEERS]:
         mine = rounds.pop(name)
         settings = [setting for setting in mine[0] if all(setting in one for one in mine)]
         if not settings:
@@ -299,23 +292,26 @@ def best_setting(rounds: list[dict], settings: list[str], rate: str) -> str:
     return max(settings, key=lambda setting: median(one[setting][rate] for one in rounds))
 
 
+def peer_programs(args, kind: str) -> dict:
+    """The programs of the peers that were named. kind: "bench" or "server"."""
+    programs = {name: getattr(args, f"{peer.prefix}_{kind}") for name, peer in PEERS.items()}
+    return {name: program for name, program in programs.items() if program}
+
+
 def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
     """The contestants "PEER FORMAT": the peers that were named, on these files.
 
     Their results are those of run_llama_bench, for `keep_best_settings`.
     """
     benches = {}
-    for (name, peer), path in itertools.product(PEERS.items(), ggufs):
-        program = getattr(args, f"{peer.prefix}_bench")
-        if not program:
-            continue
+    for (name, program), path in itertools.product(peer_programs(args, "bench").items(), ggufs):
         found = shutil.which(program)
         if found is None:
             raise UserError(f"{program} is not a program")
         key = f"{name} {format_of(path)}"
         if key in benches:
             raise UserError(f"the names of two files say that they are in the same format: {path}")
-        benches[key] = partial(run_llama_bench, args, found, path, peer.settings)
+        benches[key] = partial(run_llama_bench, args, found, path, PEERS[name].settings)
     return benches
 
 
@@ -326,16 +322,14 @@ def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
 def server(command: list, log: Path, port: int):
     """Run a server on a port of this machine until the end of the block."""
     with log.open("w") as file:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        process = subprocess.Popen(list(map(str, command)), **streams)
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, stdin=subprocess.DEVNULL)
 
     try:
         end = time.monotonic() + START_S
         while not healthy(port):
             if process.poll() is not None or time.monotonic() > end:
                 printed = log.read_text(errors="replace").strip() or "nothing printed"
-                last_line = printed.splitlines()[-1]
-                raise UserError(f"{Path(command[0]).name} did not start: {last_line}")
+                raise UserError(f"{Path(command[0]).name} did not start: {printed.splitlines()[-1]}")
             time.sleep(0.1)
         yield process.pid
     finally:
@@ -366,24 +360,17 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
     Each has rows for `streams` requests of `length` tokens. Yields the port of each server by its
     name, and our process id.
     """
-    programs = {}
-    for name, peer in PEERS.items():
-        program = getattr(args, f"{peer.prefix}_server")
-        if program:
-            programs[name] = program
+    programs = peer_programs(args, "server")
     if bool(programs) != (args.gguf is not None):
         raise UserError("a peer's server and --gguf belong together")
 
-    logs = []
     ports = {}
     with ExitStack() as servers:
 
         def start(name: str, *command) -> int:
+            ports[name] = free_port()
             log = out.with_suffix(f".{name}.log")
-            port = free_port()
-            logs.append(log)
-            ports[name] = port
-            return servers.enter_context(server([*command, "--port", port], log, port))
+            return servers.enter_context(server([*command, "--port", ports[name]], log, ports[name]))
 
         command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", directory]
         command += ["--max_batch_size", streams, "--max_seq_length", length]
@@ -394,8 +381,8 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
             start(name, *command, *shlex.split(getattr(args, f"{PEERS[name].prefix}_options")))
         yield ports, pid
 
-    for log in logs:
-        log.unlink(missing_ok=True)
+    for name in ports:
+        out.with_suffix(f".{name}.log").unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- options, the table and the JSON file
@@ -403,11 +390,9 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
 
 def make_parser(description: str, counts: dict[str, int]) -> ArgumentParser:
     """A parser with --out, --checkpoint_path, and the script's own counts with their defaults."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(description=description, formatter_class=raw)
+    parser = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    out_help = "the JSON file to write (benchmarks/results/PROGRAM_DEVICE.json)"
-    add("--out", type=Path, help=out_help)
+    add("--out", type=Path, help="the JSON file to write (benchmarks/results/PROGRAM_DEVICE.json)")
     add("--checkpoint_path", help="as for generate.py (SmolLM2-135M-Instruct)")
     for option, default in counts.items():
         add(option, type=positive, default=default, help=f"default: {default}")
@@ -423,19 +408,17 @@ def add_bench_options(parser: ArgumentParser):
 
 def add_server_options(parser: ArgumentParser):
     add = parser.add_argument
-    format_help = "format of the weights (int4); file: the source in its own format"
-    add("--format", choices=WITH_FILE, default="int4", help=format_help)
+    add("--format", choices=WITH_FILE, default="int4", help="format of the weights; file: that of the source")
     for name, peer in PEERS.items():
-        server_help = f"{name}'s llama-server"
-        add(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=server_help)
+        add(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=f"{name}'s llama-server")
         add(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="more options for it")
     add("--gguf", type=Path, help="the model in a file for the peers")
 
 
 def print_table(rows: list[dict], columns: dict[str, str]):
-    """Print a Markdown table. columns: the keys of the rows to show, and the formats of their values.
+    """Print a Markdown table. Missing values are left empty.
 
-    Missing values are left empty.
+    columns: the keys of the rows to show, and the formats of their values.
     """
 
     def cell(value, spec: str) -> str:
@@ -445,8 +428,7 @@ def print_table(rows: list[dict], columns: dict[str, str]):
         return "-".join(format(one, spec) for one in values)
 
     lines = [list(columns)]
-    for row in rows:
-        lines.append([cell(row.get(key), spec) for key, spec in columns.items()])
+    lines += [[cell(row.get(key), spec) for key, spec in columns.items()] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*lines)]
     lines.insert(1, ["".ljust(width, "-") for width in widths])
     for line in lines:
@@ -463,31 +445,24 @@ def without_folders(argument: str) -> str:
     return path.name if path.is_absolute() else argument
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(": ")[1]
-    return platform.machine()
-
-
 def save(name: str, result: dict, out: Path | None, device: torch.device = CPU):
     """Write the result with date, machine, versions and command.
 
     The file is results/NAME_DEVICE.json unless `out` is given.
     """
-    gpu = None
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    versions = {}
-    for library in ("torch", "transformers", "triton"):
-        if library in sys.modules:
-            versions[library] = sys.modules[library].__version__
+    cpu_names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    machine = {
+        "cpu": next(iter(cpu_names), platform.machine()),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+    imported = [sys.modules[name] for name in ("torch", "transformers", "triton") if name in sys.modules]
     command = ["python", f"benchmarks/{name}.py", *map(without_folders, sys.argv[1:])]
     about = {
         "date": datetime.date.today().isoformat(),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": threads, "gpu": gpu},
-        "versions": versions,
+        "machine": machine,
+        "versions": {module.__name__: module.__version__ for module in imported},
         "command": shlex.join(command),
     }
 

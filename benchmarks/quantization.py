@@ -1,4 +1,4 @@
-"""The quality of each quantized format: size, KL divergence and agreement with the unquantized model.
+"""The quality of each quantized format: size, KL divergence and agreement with the full model.
 
 quantize.py quantizes and evaluate.py compares, in float32 arithmetic, so that only the weights
 differ. The text is the language reference that comes with Python (pydoc_data.topics): English
@@ -33,7 +33,7 @@ WINDOW = 1024
 
 
 def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> dict:
-    """Size and perplexity of the first checkpoint, and how far it differs from the second, if any."""
+    """Size and perplexity of the first checkpoint, and its difference from the second, if any."""
     size = sum(path.stat().st_size for path in directories[0].glob("*.safetensors"))
     models = [load_model(directory, dtype=torch.float32) for directory in directories]
     return {"bytes": size} | evaluate(models, tokenizer, ids, WINDOW, WINDOW // 2)
@@ -43,16 +43,13 @@ def main():
     parser = measure.make_parser(__doc__, {"--max_tokens": 4097})
     add = parser.add_argument
     modes = list(dict.fromkeys(quantization.mode for quantization in SETTINGS))
-    groupsizes = [0, 32, 64, 128]
-    groupsizes_help = "numbers of columns of a group (all)"
     add("--modes", nargs="+", choices=modes, default=modes, help="modes of the formats (all)")
-    add("--groupsizes", nargs="+", type=int, default=groupsizes, help=groupsizes_help)
+    add("--groupsizes", nargs="+", type=int, default=[0, 32, 64, 128], help="columns of a group (all)")
     args = parser.parse_args()
 
     source = measure.quantized(args.checkpoint_path, "bf16")
     tokenizer = Tokenizer(source)
-    text = "\n".join(pydoc_data.topics.topics.values())
-    ids = tokenizer.encode(text)[: args.max_tokens]
+    ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values()))[: args.max_tokens]
     reference = quality([source], tokenizer, ids)
     rows = []
     for quantization in SETTINGS:
@@ -68,8 +65,7 @@ def main():
     columns = {"mode": "", "groupsize": "", "head": "", "bytes": ".3e", "kl_nats": ".5f"}
     columns |= {"kl_ci95": ".5f", "top1_agreement": ".3f", "top1_ci95": ".3f", "perplexity": ".3f"}
     measure.print_table([reference, *rows], columns)
-    result = {"model": source.name, "reference": reference, "rows": rows}
-    measure.save("quantization", result, args.out)
+    measure.save("quantization", {"model": source.name, "reference": reference, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from load import ModelOptions, choose_device, load_engine, open_checkpoint
 from sampling import SamplingParams
 from tokenizer import ChatTemplate
 
-QUESTIONS_FILE = Path(__file__).with_name("questions.json")
-QUESTIONS = json.loads(QUESTIONS_FILE.read_text(encoding="utf-8"))["questions"]
+QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))["questions"]
 SEEDS = 3
 ROWS = 8
 MAX_NEW_TOKENS = 64
@@ -48,8 +47,7 @@ def ask_all(options: ModelOptions) -> list[dict]:
     checkpoint = open_checkpoint(options.checkpoint_path)
     template = ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
     stop_ids = frozenset(checkpoint.tokenizer.eos_ids) | template.end_ids()
-    chats = [[{"role": "user", "content": one["question"]}] for one in QUESTIONS]
-    prompts = [template.encode(chat) for chat in chats]
+    prompts = [template.encode([{"role": "user", "content": one["question"]}]) for one in QUESTIONS]
     engine = load_engine(checkpoint, options, ROWS, max(map(len, prompts)) + MAX_NEW_TOKENS)
 
     answers = []
@@ -57,9 +55,7 @@ def ask_all(options: ModelOptions) -> list[dict]:
         seeds = 1 if params.temperature == 0 else SEEDS
         for seed in range(seeds):
             own_params = replace(params, seed=seed)
-            requests = []
-            for prompt in prompts:
-                requests.append(Request(prompt, own_params, MAX_NEW_TOKENS, stop_ids))
+            requests = [Request(prompt, own_params, MAX_NEW_TOKENS, stop_ids) for prompt in prompts]
             generate(engine, requests)
             for one, request in zip(QUESTIONS, requests):
                 new_tokens = [i for i in request.new_tokens if i not in stop_ids]
@@ -72,8 +68,7 @@ def ask_all(options: ModelOptions) -> list[dict]:
 
 def main():
     parser = measure.make_parser(__doc__, {})
-    further_help = "models besides --checkpoint_path"
-    parser.add_argument("--further", nargs="*", default=[], metavar="MODEL", help=further_help)
+    parser.add_argument("--further", nargs="*", default=[], metavar="MODEL", help="models besides --checkpoint_path")
     args = parser.parse_args()
     cases = [(args.checkpoint_path, way, options) for way, options in WAYS.items()]
     cases += [(path, "as it is", {}) for path in args.further]

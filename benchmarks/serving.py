@@ -209,7 +209,7 @@ def short_beside_long(port: int, prompts: Prompts, long: int, chunk: int) -> dic
 
     They come with the time of one chunk of a long prompt that is read alone.
     """
-    [alone] = run_streams(port, prompts.streams(1, long, 1))
+    alone = run_streams(port, prompts.streams(1, long, 1))[0]
     both = [*prompts.streams(1, long, 1), *prompts.streams(1, 8, 1)]
     reading, short = run_streams(port, both, delay=0.05)
     chunk_s = alone.first_token_s / -(-long // chunk)
@@ -262,8 +262,7 @@ def report(found: dict[str, list]) -> dict:
     ratios |= ratio("second_turn_new_over_reused", column(turns, "new_s"), column(turns, "reused_s"))
     for peer, n in itertools.product(PEERS, (1, STREAMS)):
         if f"{peer} {n}" in rates:
-            our_rates = rates[f"fastpath {n}"]
-            ratios |= ratio(f"{n}_streams_over_{peer}", our_rates, rates[f"{peer} {n}"])
+            ratios |= ratio(f"{n}_streams_over_{peer}", rates[f"fastpath {n}"], rates[f"{peer} {n}"])
 
     for name, value in ratios.items():
         if not name.endswith("_spread"):
@@ -294,10 +293,9 @@ def main():
         found = measure_servers(args, directory, ports, pid)
 
     about = {"model": directory.name, "format": args.format}
-    for key in ("prompt_tokens", "new_tokens", "long_prompt", "history", "prefill_chunk"):
-        about[key] = getattr(args, key)
-    about |= {"streams": STREAMS} | report(found)
-    save("serving", about, out, choose_device(None))
+    shape = ("prompt_tokens", "new_tokens", "long_prompt", "history", "prefill_chunk")
+    about |= {key: getattr(args, key) for key in shape}
+    save("serving", about | {"streams": STREAMS} | report(found), out, choose_device(None))
 
 
 if __name__ == "__main__":

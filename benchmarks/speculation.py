@@ -153,8 +153,7 @@ def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) 
     def vocabulary_of(head):
         if heads is None:
             return None
-        rows = output_head_rows(head, heads.vocabulary)
-        return install_kernels(DraftVocabulary(heads.vocabulary, rows))
+        return install_kernels(DraftVocabulary(heads.vocabulary, output_head_rows(head, heads.vocabulary)))
 
     drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
     best = [RetrievalDraft([answers] if answers else [])]
@@ -177,8 +176,7 @@ def in_four_bits(source: Checkpoint, directory: Path):
     """The model in the bits of its file, if these are fewer than 8, and otherwise in int4."""
     if source.quantization is not None and source.quantization.bits < 8:
         return load_model(source)
-    model = load_model(directory, kernels="torch")
-    return install_kernels(quantize_model(model, Quantization("int4", 32, "int8")))
+    return install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
 
 
 def read_answers(path: Path) -> list[int]:
@@ -190,13 +188,10 @@ def read_answers(path: Path) -> list[int]:
 def main():
     parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
     add = parser.add_argument
-    formats = list(FORMATS)
-    formats_help = "formats of the weights (all but file)"
-    answers_help = "a file of training/self_text.py, in which lookup searches"
-    add("--formats", nargs="+", choices=measure.WITH_FILE, default=formats, help=formats_help)
+    add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
     add("--eager", action="store_true", help="do not compile")
     add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
-    add("--answers", type=Path, help=answers_help)
+    add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
     args = parser.parse_args()
 
     source = open_checkpoint(args.checkpoint_path)
@@ -206,17 +201,13 @@ def main():
     for kind, texts in {"open": OPEN_PROMPTS, "copying": copying_prompts()}.items():
         chats = [[{"role": "user", "content": text}] for text in texts[: args.prompts]]
         prompts[kind] = [template.encode(chat) for chat in chats]
-    answers = []
-    if args.answers:
-        answers = read_answers(args.answers)
+    answers = read_answers(args.answers) if args.answers else []
 
     rows = []
     for format in args.formats:
         steps = compiled_steps(not args.eager, False)  # they keep the models that they have compiled
         model = load_model(open_checkpoint(str(quantized(args.checkpoint_path, format))))
-        four = None
-        if format in ("bf16", "int8"):
-            four = in_four_bits(source, directory)
+        four = in_four_bits(source, directory) if format in ("bf16", "int8") else None
         try:
             heads = read_heads(DEFAULT_HEADS, model, directory.name)
         except UserError:
@@ -224,8 +215,8 @@ def main():
         for kind, ids in prompts.items():
             print_status(f"{format}, {kind} prompts")
             drafts = make_drafts(model, heads, four, args.distilled, answers)
-            for row in compare(model, steps, drafts, ids, args.new_tokens):
-                rows.append({"target": format, "prompts": kind} | row)
+            compared = compare(model, steps, drafts, ids, args.new_tokens)
+            rows += [{"target": format, "prompts": kind} | row for row in compared]
 
     columns = {"target": "", "prompts": "", "draft": "", "tokens_per_s": ".0f"}
     ratios = ("over_plain", "over_plain_spread", "predicted_over_plain", "mean_accepted_tokens")

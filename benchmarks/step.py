@@ -50,8 +50,7 @@ def torch_product(format: str, N: int, C: int) -> tuple[int, Callable]:
     if format == "int8":
         weight = torch.randint(-127, 128, (N, C), dtype=torch.int8)
         scales = torch.rand(N).to(BF16)
-        size = weight.nbytes + scales.nbytes
-        return size, lambda x: torch._weight_int8pack_mm(x, weight, scales)
+        return weight.nbytes + scales.nbytes, lambda x: torch._weight_int8pack_mm(x, weight, scales)
 
     levels = torch.randint(0, 16, (N, C), dtype=torch.int32)
     weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
@@ -73,8 +72,7 @@ def compare_products(args, source: Checkpoint, format: str) -> list[dict]:
     sizes, theirs = zip(*(torch_product(format, N, C) for N, C in shapes))
     contestants = {f"torch {format}": theirs, f"ours {format}": products_of(model)}
     if format != "bf16":
-        exact = load_model(source, exact_activations=True)
-        contestants[f"ours {format} exact"] = products_of(exact)
+        contestants[f"ours {format} exact"] = products_of(load_model(source, exact_activations=True))
     bytes_read = dict.fromkeys(contestants, weight_bytes(model, 1))
     bytes_read[f"torch {format}"] = sum(sizes)
     # As many bytes as the weights have in bfloat16.
@@ -108,8 +106,7 @@ def step_s(engine: Engine, context: int) -> float:
 def measure_steps(args, source: Checkpoint) -> dict:
     def engine(rows: int, positions: int) -> Engine:
         """An engine with a model of its own, whose caches it sets up."""
-        steps = compiled_steps(not args.eager, False)
-        return Engine(load_model(source), rows, positions, steps)
+        return Engine(load_model(source), rows, positions, compiled_steps(not args.eager, False))
 
     one = engine(1, 512)
     many = engine(ROWS, 512)
@@ -125,12 +122,11 @@ def measure_steps(args, source: Checkpoint) -> dict:
 
     weights = weight_bytes(one.model, 1)
     extra = long.model.kv_bytes([args.context]) - long.model.kv_bytes([SHORT])
-    growths = [t["long"] / t["short, long cache"] - 1 for t in rounds]
     return {
         "weight_bytes": weights,
         "extra_kv_bytes": extra,
         "step_s": median(times["short"]),
-        "context": median(growth * weights / extra for growth in growths),
+        "context": median((t["long"] / t["short, long cache"] - 1) * weights / extra for t in rounds),
         "cache": median(t["short, long cache"] / t["short"] for t in rounds),
         "rows": median(t["rows"] / t["short"] for t in rounds),
         "rounds": rounds,
@@ -139,14 +135,10 @@ def measure_steps(args, source: Checkpoint) -> dict:
 
 @torch.no_grad()
 def main():
-    counts = {"--rounds": 7, "--context": 4096, "--cache": 8192}
-    parser = measure.make_parser(__doc__, counts)
+    parser = measure.make_parser(__doc__, {"--rounds": 7, "--context": 4096, "--cache": 8192})
     add = parser.add_argument
-    formats = list(FORMATS)
-    formats_help = "formats of the weights (all but file)"
-    rows_help = "numbers of rows for the products (1, 8 and 16)"
-    add("--formats", nargs="+", choices=measure.WITH_FILE, default=formats, help=formats_help)
-    add("--rows", type=positive, nargs="+", default=[1, 8, 16], help=rows_help)
+    add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
+    add("--rows", type=positive, nargs="+", default=[1, 8, 16], help="numbers of rows for the products (1, 8 and 16)")
     add("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
 

@@ -72,16 +72,14 @@ def report(rounds: dict[str, list], names: list[str]) -> dict:
         plain = column(rounds[f"{name} 1 plain"], "first_token_s")
         masked = column(rounds[f"{name} 1 masked"], "first_token_s")
         later[name] = median(b - a for a, b in zip(plain, masked))
-        later_ms = f"{1e3 * later[name]:.1f} ms"
-        print(f"{name}: the first token of one stream comes {later_ms} later with a schema")
+        print(f"{name}: the first token of one stream comes {1e3 * later[name]:.1f} ms later with a schema")
 
     found = {name: measure.medians(mine) for name, mine in rounds.items()}
     return {"servers": found, "ratios": ratios, "later_first_token_s": later}
 
 
 def main():
-    counts = {"--rounds": 5, "--prompt_tokens": 32, "--new_tokens": 128}
-    parser = measure.make_parser(__doc__, counts)
+    parser = measure.make_parser(__doc__, {"--rounds": 5, "--prompt_tokens": 32, "--new_tokens": 128})
     measure.add_server_options(parser)
     args = parser.parse_args()
 

@@ -568,8 +568,7 @@ def repack_layers(model: nn.Module, supported: Iterable[str], why: str = "no ker
     """Replace the layers whose formats a device does not support, and print what that costs.
 
     A layer becomes int4 or int8, where that is supported and can hold the same values. Otherwise it
-    is unpacked to
-    bfloat16, or to the model's dtype. why: what the printed line begins with.
+    is unpacked to bfloat16, or to the model's dtype. why: what the printed line begins with.
     """
     extra = 0
     unpacked = set()

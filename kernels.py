@@ -202,7 +202,8 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
 
     q: (B,S,H,E). k_cache, v_cache: (R,K,T,E), already holding the new tokens' keys and values; H is
     a multiple of K.
-    input_pos: (B,S) int64, the position (= cache slot) of each token in its own row; -1 is padding.
+    input_pos: (B,S) int64, the position (= cache slot) of each token in its own row. -1 is padding,
+    whose keys and values are in the last slot, which no other token sees.
     rows: (B,) int64, the cache row of each batch row; None means rows 0..B-1.
     slopes: (H,) float32, for ALiBi (arXiv:2108.12409): slope * (t - position) is added to the score
     of slot t.
@@ -273,23 +274,27 @@ def attention_eager_cpu(q, k_cache, v_cache, input_pos, rows, slopes, window, sc
             parts.append(part)
         return torch.cat(parts, dim=1)
 
-    # Reading the values of tensors costs nothing here.
+    # The values of tensors can be read here without waiting for a device.
     newest = input_pos.amax(1)  # (B,)
     last = max(int(newest.max()), 0)
     k_cache = k_cache[:, :, : last + 1]
     v_cache = v_cache[:, :, : last + 1]
     if rows is None:
-        k_cache = k_cache[:B].contiguous()  # bfloat16 products of a slice are 5 times slower
+        # The product q @ k^T with a slice of the cache is 5 times slower in bfloat16.
+        k_cache = k_cache[:B].contiguous()
     k, v = read_rows(k_cache, v_cache, rows, B)  # (B,K,T,E)
     bias = alibi_bias(slopes, input_pos, last + 1)
 
-    if window is None and int(newest.min()) == last:  # all rows are equally long, and their newest tokens see all slots
-        if S == 1:
-            return softmax_attention(q, k, v, scale, bias=bias)
-        oldest = max(int(input_pos.min()), 0)  # all tokens see the slots before it, which need no mask
-        visible = visible_slots(input_pos, window, last + 1)[:, :, oldest:]
+    # If all rows are equally long, the newest token of each row sees all slots, so that none needs
+    # zeros. The slots before the oldest token are seen by all tokens, and need no mask.
+    equally_long = window is None and int(newest.min()) == last
+    if equally_long and S == 1:
+        return softmax_attention(q, k, v, scale, bias=bias)
+    visible = visible_slots(input_pos, window, last + 1)
+    if equally_long:
+        oldest = max(int(input_pos.min()), 0)
+        visible = visible[:, :, oldest:]
     else:
-        visible = visible_slots(input_pos, window, last + 1)
         k, v = zero_unseen(k, v, visible)
     visible = visible | (input_pos < 0)[:, :, None]  # padding sees all slots: see softmax_attention
     out = softmax_attention(q, k, v, scale, visible, bias)
@@ -313,9 +318,10 @@ def visible_slots(input_pos, window, T):
 
 
 def zero_unseen(k, v, visible):
-    """k and v (B,K,T,E) with zeros in the slots that no token of a row sees. NaN in such a slot
-    would reach the output
-    even with weight zero: NaN - inf and 0 * NaN are NaN."""
+    """k and v (B,K,T,E) with zeros in the slots that no token of a row sees.
+
+    NaN in such a slot would reach the output even with weight zero: NaN - inf and 0 * NaN are NaN.
+    """
     seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
     return torch.where(seen, k, 0), torch.where(seen, v, 0)
 

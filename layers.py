@@ -93,7 +93,9 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+
+
 def make_norm(config: Config) -> nn.Module:
-    """The norm over the model's width that Config.norm names."""
-    kind = LayerNorm if config.norm == "layer" else RMSNorm
-    return kind(config.dim, config.norm_eps)
+    """A norm over the model's width, of the kind that Config.norm names."""
+    return NORMS[config.norm](config.dim, config.norm_eps)

@@ -2,8 +2,8 @@
 
 Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are
 in config.py, the operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py.
-Knows nothing of text, sampling,
-files or devices: kernels.py dispatches each operation to the kernel of the device.
+Knows nothing of text, sampling, files or devices: kernels.py dispatches each operation to the
+kernel of the device.
 
 Shapes, here and in every file:
   B batch rows   S new tokens in this call   R cache rows   T slots of a cache row   D model width   V vocabulary
@@ -109,8 +109,8 @@ class Transformer(nn.Module):
         self.backend = Backend()  # what an Installer returns replaces it
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int):
-        """Allocate the KV caches for this many rows and positions, on the weights' device and in
-        their dtype.
+        """Allocate the KV caches for this many rows and positions, on the weights' device, in the
+        dtype of the activations, and make the tables of positions.
 
         Each row gets T = max_seq_length + 8 slots. The last one is scratch: padding (position -1)
         is written there, and no real token attends to it. With eight extra slots T is a multiple of
@@ -170,10 +170,10 @@ class Transformer(nn.Module):
         rows (B,) int64, the cache row of each batch row, or None (rows 0..B-1).
 
         In a batch row positions are contiguous and padding (-1) is on the right. Several batch rows
-        may name the same
-        cache row: every layer writes all new keys and values before it reads any. Returns the
-        logits of each batch row's last real token, (B,V), or with all_logits those of every token,
-        (B,S,V). Those of padding are undefined.
+        may name the same cache row: every layer writes all new keys and values before it reads any.
+
+        Returns the logits of each batch row's last real token, (B,V), or with all_logits those of
+        every token, (B,S,V). Those of padding are undefined.
         """
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
         if not all_logits:  # a long prompt then never needs an (S,V) tensor
@@ -320,13 +320,13 @@ class KVCache(nn.Module):
     """The keys and values of one layer: R rows of T slots. k and v are (R,K,T,E) each.
 
     Slot t of a row holds the key and value of the token at position t. (The extra slots at the end
-    hold no position.) A token sees only slots up to its own position. So what lies behind a row's
-    tokens, such as rejected drafts or an earlier request, does no harm until it is overwritten:
-    nothing is ever erased, and there is no rollback. Layers with a sliding window keep all slots,
-    too, so that a row's prefix can be reused at any length.
+    hold no position.) A token sees only slots up to its own position. So what is in the slots after
+    a row's tokens, such as rejected drafts or an earlier request, does no harm until it is
+    overwritten: nothing is ever erased, and there is no rollback. Layers with a sliding window keep
+    all slots, too, so that a row's prefix can be reused at any length.
 
     The layout is known here, and to the operations that read and write the caches: attention,
-    `blocks` of cpu/ and `rotary` of kernels_triton.py.
+    `blocks` (cpu/blocks.h) and `rotary` (rotary_kernel in kernels_triton.py).
     """
 
     def __init__(self, config: Config):

@@ -6,11 +6,11 @@ sample, the penalties, masks and filters. Knows nothing of models or text.
 The token that a row samples depends only on its logits, settings, seed and position: not on the
 other rows, nor on whether the code is compiled. Therefore the noise is a hash of (seed, position,
 token id) instead of the output of a random generator with state, and the sums that decide which
-tokens are kept are integer sums, which are exact in any
-order. Nothing is sorted: the top-k and top-p thresholds are found with histograms.
+tokens are kept are integer sums, which are exact in any order. Nothing is sorted: the top-k and
+top-p thresholds are found with histograms.
 
 All settings are always present, as tensors, so that one compiled step serves any mix of requests.
-The fast kernels skip the settings that a row does not use; the functions here are the reference
+The fast kernels skip the settings that a row does not use. The functions here are the reference
 that they must match.
 """
 
@@ -145,10 +145,11 @@ class Sampling(NamedTuple):
             self.logit_bias[row, list(tokens)] = self.logit_bias.new_tensor(biases)
 
     def set_masks(self, masked: list[tuple[int, int, object, list[int]]]):
-        """Mask the tokens that grammars (as in engine.Request) forbid. masked has (row, position,
-        grammar, drafted
-        tokens): the grammar writes a mask for the position, and for those after each drafted
-        token."""
+        """Mask the tokens that grammars (as in engine.Request) forbid.
+
+        masked has (row, position, grammar, drafted tokens). The grammar writes a mask for the
+        position, and for those after each drafted token.
+        """
         is_cpu = self.masks.device.type == "cpu"
         on_cpu = self.masks if is_cpu else torch.empty_like(self.masks, device="cpu")
         for row, _, grammar, drafted in masked:

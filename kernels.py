@@ -464,8 +464,8 @@ def top_mass(order, mass, target):
 
     order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1)
     int64 >= 1. If every mass is 1, this is top-k; if masses are probabilities, it is top-p. Equal
-    entries may have different masses here, but not in the kernels. Integer sums do not depend on
-    their order, so all implementations agree exactly. Nothing is sorted: a radix select finds the
+    entries may have different masses here, but not in the C++. Integer sums do not depend on their
+    order, so all implementations agree exactly. Nothing is sorted: a radix select finds the
     smallest entry that is kept, 8 bits at a time, with a histogram of the mass.
     """
     inside = torch.ones_like(order, dtype=torch.bool)  # entries that share the bits chosen so far

@@ -29,8 +29,8 @@ from kernels import MAX_DECODE_TOKENS, define, exponential_noise, float_to_sorta
 class SamplingParams:
     """How a request's tokens are sampled. Raises ValueError for a value that is out of range.
 
-    The settings apply in the order of the fields. Every filter keeps the likeliest token, on which
-    the kernels rely.
+    The settings apply in the order of the fields. Every filter keeps the likeliest token: min_p
+    compares with it, and the C++ draw begins with it.
 
     The repetition penalty (arXiv:1909.05858) changes the logits of tokens that occur in the prompt
     or the answer: it divides positive logits and multiplies negative ones. The frequency and
@@ -58,7 +58,7 @@ class SamplingParams:
             elif not (is_int or isinstance(value, float)) or not low <= value <= high:
                 raise ValueError(f"{name} must be a number from {low} to {high}: {value!r}")
         if self.min_p == 1:
-            raise ValueError("min_p must be below 1, which would drop tokens as likely as the likeliest")
+            raise ValueError("min_p must be below 1")
         if not all(type(token) is int and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias):
             raise ValueError(f"logit_bias must have pairs of a token id and a number from -{MAX_BIAS} to {MAX_BIAS}")
 
@@ -322,7 +322,7 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
     min_p = settings.min_p[rows, None, None]
     order = float_to_sortable_int(x) if any_row((top_k > 0) | (top_p < 1)) else None
 
-    # The likeliest token gets 0, which times inf would be NaN.
+    # The factor is finite, because the likeliest token's 0 times infinity would be NaN.
     inverse = (1 / temperature).clamp(max=torch.finfo(x.dtype).max)
     x = (x - x.amax(-1, keepdim=True)) * inverse
     if any_row(top_k > 0):

@@ -237,9 +237,10 @@ def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsy
     assert sorted(line.split("'")[1] for line in capsys.readouterr().err.splitlines()) == ["metadata", "store", "user"]
 
 
-# Fields that have a meaning for other servers and none here: refused, unless the value is neutral.
+# Fields of NEUTRAL_VALUES that a completion or a chat reads
 READ_FIELDS = {"echo", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 READ_FIELDS |= {"add_generation_prompt", "continue_final_message"}
+# Fields that have a meaning for other servers and none here: they are refused, unless the value is neutral.
 REFUSED_FIELDS = """
     functions audio moderation web_search_options verbosity grammar ebnf guided_grammar structural_tag samplers typ_p
     mirostat dynatemp_range xtc_probability dry_multiplier top_n_sigma n_probs lora reasoning_format parse_tool_calls

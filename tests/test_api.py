@@ -636,6 +636,7 @@ TOO_COMPLEX = [  # each would take the library minutes, or end the process by a 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", TOO_COMPLEX)
 def test_schemas_that_are_too_complex_are_refused_in_time(model, schema, monkeypatch):
     monkeypatch.setattr(constraints, "TRY_CPU_S", 1)

@@ -651,6 +651,7 @@ KEPT |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds, blocks, tables", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, blocks, tables):
@@ -1047,6 +1048,7 @@ def oracle_of(directory):
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, how", TIED.items())
 def test_a_head_of_other_values_is_kept(tiny, tmp_path, capsys, name, how):
     """As in transformers, which keeps the table and the head although config.json calls them tied."""

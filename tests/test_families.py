@@ -55,6 +55,8 @@ from sources.opening import open_gguf, open_hf
 from speculative import Speculation
 from tokenizer import ChatTemplate, TextStream
 
+pytestmark = pytest.mark.slow
+
 LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
 LENGTHS, NEW = (1, 5, 11, 26, 40, 67, 81, 120), 40  # of prompts; new tokens
 GREEDY = SamplingParams(temperature=0.0)

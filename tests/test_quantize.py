@@ -414,6 +414,7 @@ def test_gptq_of_independent_inputs_is_rounding():
     assert all(torch.equal(ours[name], nearest[name]) for name in nearest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-8"])
 def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     """Calibrated on text that the model writes. The checkpoint is read like any int4 checkpoint, and on other text its
@@ -433,6 +434,7 @@ def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     assert 0 < error < 0.95 * before
 
 
+@pytest.mark.slow
 def test_calibration_text_of_a_file(default_checkpoint, tmp_path):
     from tokenizer import Tokenizer
 

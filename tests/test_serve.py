@@ -61,6 +61,8 @@ from server.pipe_messages import TextRequest
 from server.request_fields import MAX_BODY_BYTES
 from tokenizer import TextStream
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------- servers
 
 

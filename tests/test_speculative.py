@@ -87,6 +87,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind, k, rows", CASES)
 def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, rows):
     """Greedy tokens, and with a deterministic draft also sampled ones: up to the end of the context, in reused caches,
@@ -124,6 +125,7 @@ def test_a_perfect_draft_is_always_right(tiny, tiny_model):
         assert report.accepted == report.verified and all(report.verified[:5]) and not any(report.verified[5:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_come_and_go(tiny, tiny_model, kind, monkeypatch):
     """More requests than rows, which arrive and are cancelled at random. Each gets the tokens that it gets alone in a
@@ -330,6 +332,7 @@ def test_tokens_have_the_distribution_of_the_model(how):
     assert p_value(three_tokens(OURS, how), how) > 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SETTINGS, ids=repr)
 def test_with_a_deterministic_draft_tokens_are_those_of_plain_sampling(how):
     settings, rows, plain = settings_of(ROWS, how), torch.arange(ROWS), []

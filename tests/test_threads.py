@@ -186,6 +186,7 @@ def test_fixed_numbers_stay(two_threads):
     assert found.used() == {"prefill": {2: 50}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", [None, "int4"])
 def test_bits_under_random_numbers_of_threads(tiny, two_threads, monkeypatch, mode, dtype):

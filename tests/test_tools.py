@@ -295,6 +295,7 @@ def check_what_the_template_writes(model: ServedModel, data):
     assert message.get("reasoning_content", "").strip() == written.thoughts.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
@@ -590,6 +591,7 @@ def test_responses_with_calls_streamed_and_whole(served):
         assert plain["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "mistral-nemo", "deepseek", "inside"])
 def test_strict_calls_without_marks_are_calls_if_they_fit(served, name):
     inside = "{% if add_generation_prompt %}<think>{% endif %}"

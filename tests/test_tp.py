@@ -142,6 +142,7 @@ DEFAULT = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "head_dim": 64, "dim": 57
 DEFAULT |= {"vocab_size": 49152, "max_seq_length": 8192}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mode", [None, "int8", "int4"])
 def test_a_rank_has_its_share_of_the_bytes(mode, tied):
@@ -229,6 +230,7 @@ def test_hidden_units_are_cut_on_the_boundaries_of_blocks(F, mode, shares, excep
     assert found == shares and sum(found) == F
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exceptions", [{}, {"blocks.1.mlp.down": "int4-g64", "blocks.0.attention.qkv": "iq4_nl"}])
 @pytest.mark.parametrize("groupsize, head", [(0, "int8"), (32, "int4"), (64, "iq4_nl"), (128, "none")])
 def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exceptions):

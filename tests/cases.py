@@ -10,13 +10,16 @@ from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer
 from model import WHOLE_MODEL
 
 # What may stand in the place of any field of a model's config.
-STRANGE_VALUES = [None, 0, -1, 1, 3, 2**40, 2**64 - 1, 0.5, math.nan, math.inf, "", "x", True, [], [1], [0.5] * 3, {}]
-STRANGE_VALUES += [{"rope_type": "yarn"}, "yarn", "linear", 60000, 2**32 - 1, 0.0, -1.0, [2, 2], [3, 4], ["", "a"]]
+STRANGE_VALUES = [
+    None, 0, -1, 1, 3, 2**40, 2**64 - 1, 0.5, math.nan, math.inf, "", "x", True, [], [1], [0.5] * 3, {},
+    {"rope_type": "yarn"}, "yarn", "linear", 60000, 2**32 - 1, 0.0, -1.0, [2, 2], [3, 4], ["", "a"],
+]  # fmt: skip
 
 
 def read_model(checkpoint, dtype=torch.bfloat16, shard=WHOLE_MODEL):
     """The model of a checkpoint, or of a directory, without kernels."""
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_directory(checkpoint)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_directory(checkpoint)
     return read_weights(checkpoint, checkpoint.empty_model(shard), dtype=dtype)
 
 
@@ -28,9 +31,11 @@ def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
 
 
 def random_blocks(format, N, C, seed=0):
-    """Blocks of a GGUF file, of random bytes, but with small scales and mins."""
-    (part,), generator = FORMATS[format].parts, torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (N, -(-C // part.columns), part.count), generator=generator).byte()
+    """Blocks of a GGUF file with random bytes, but with small scales and mins."""
+    (part,) = FORMATS[format].parts
+    generator = torch.Generator().manual_seed(seed)
+    shape = (N, -(-C // part.columns), part.count)
+    blocks = torch.randint(0, 256, shape, generator=generator).byte()
     for at in FORMATS[format].halves_at:
         values = torch.rand(*blocks.shape[:2], 1, generator=generator) * 0.02 - 0.01
         blocks[..., at : at + 2] = values.half().view(torch.uint8)
@@ -38,30 +43,51 @@ def random_blocks(format, N, C, seed=0):
 
 
 def quantized(format, N, C, groupsize, bias, dtype, seed=0):
-    """(a quantized layer, the float32 matrix that it stands for)."""
-    has_encoder = FORMATS[format].quantize is not None
-    packed = pack(numbers(N, C, seed=seed), format, groupsize) if has_encoder else random_blocks(format, N, C, seed)
+    """A quantized layer, and the float32 matrix that it stands for."""
+    if FORMATS[format].quantize is None:
+        packed = random_blocks(format, N, C, seed)
+    else:
+        packed = pack(numbers(N, C, seed=seed), format, groupsize)
+
     layer = QuantizedLinear(C, N, bias, Scheme(format, groupsize))
-    layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
-    layer.bias = layer.bias.to(dtype) if bias else None
+    if bias:
+        layer.load_state_dict(packed | {"bias": numbers(N, seed=seed + 1)})
+        layer.bias = layer.bias.to(dtype)
+    else:
+        layer.load_state_dict(packed)
     return layer, FORMATS[format].unpack(packed, groupsize or C, C)
 
 
 def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged):
-    """Random arguments of attention, with NaN in every slot that no token sees, and sometimes a full cache."""
+    """Random arguments of attention, sometimes with a full cache.
+
+    Every position of the cache that no token sees is NaN.
+    """
     rng = random.Random(seed)
-    R, S = B + 1, min(S, T)
+    R = B + 1
+    S = min(S, T)
     k_cache, v_cache = torch.full((2, R, K, T + 8, E), float("nan")).to(dtype)
     where = torch.tensor(rng.sample(range(R), B)) if rows else None
     input_pos = torch.full((B, S), -1)
+
     for b in range(B):
-        start, new = rng.choice([0, T - S, rng.randint(0, T - S)]), rng.randint(0, S) if ragged else S
-        input_pos[b, :new] = torch.arange(start, start + new)
-        seen = slice(max(0, start - (window or T) + 1), start + new) if new else slice(0)
-        for cache in (k_cache, v_cache):
-            cache[where[b] if rows else b, :, seen] = numbers(K, T, E, seed=seed + b).to(dtype)[:, seen]
-    bias = torch.rand(K * group, generator=torch.Generator().manual_seed(seed)) if slopes else None
-    q, scale = numbers(B, S, K * group, E, seed=seed).to(dtype), rng.choice([E**-0.5, 0.21])
+        start = rng.choice([0, T - S, rng.randint(0, T - S)])
+        end = start + S
+        if ragged:
+            end = start + rng.randint(0, S)
+        input_pos[b, : end - start] = torch.arange(start, end)
+        if end > start:
+            seen = slice(max(0, start - (window or T) + 1), end)
+            values = numbers(K, T, E, seed=seed + b).to(dtype)[:, seen]
+            row = where[b] if rows else b
+            k_cache[row, :, seen] = values
+            v_cache[row, :, seen] = values
+
+    bias = None
+    if slopes:
+        bias = torch.rand(K * group, generator=torch.Generator().manual_seed(seed))
+    q = numbers(B, S, K * group, E, seed=seed).to(dtype)
+    scale = rng.choice([E**-0.5, 0.21])
     return q, k_cache, v_cache, input_pos, where, bias, window, scale
 
 

@@ -40,22 +40,29 @@ def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
 
 def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: float = 0.1):
     """Add the requests at random steps, and cancel some."""
-    chance, waiting = random.Random(seed), list(requests)
+    chance = random.Random(seed)
+    waiting = list(requests)
     finished = []
     while waiting or engine.has_requests:
         while waiting and chance.random() < 0.35:
             engine.add(waiting.pop(0))
-        if chance.random() < cancel and (running := [row.request for row in engine.rows if row.request]):
+        running = [row.request for row in engine.rows if row.request]
+        if chance.random() < cancel and running:
             engine.cancel(chance.choice(running))
         finished += engine.step()
+
     assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
 
 
 class NoMultiplesOfThree:
-    """A token u may follow a token t if t + u is no multiple of 3. The answer is complete after n tokens."""
+    """A grammar in which a token u may follow a token t if t + u is not a multiple of 3.
+
+    The answer is complete after n tokens.
+    """
 
     def __init__(self, n: int):
-        self.n, self.tokens = n, [1]
+        self.n = n
+        self.tokens = [1]
 
     def fill(self, masks, drafted=()):
         ids = torch.arange(32 * masks.shape[1]).view(-1, 32)
@@ -69,7 +76,7 @@ class NoMultiplesOfThree:
 
 
 def masked_requests(n: int, seed: int = 0) -> list[Request]:
-    """Random requests, every second with a grammar."""
+    """Random requests. Every second one has a grammar."""
     chance = random.Random(seed)
     prompts = random_prompts([chance.randrange(1, 40) for _ in range(n)], seed=seed)
     requests = [Request(prompt, random_params(chance), chance.randrange(5, 18)) for prompt in prompts]

@@ -13,7 +13,7 @@ from server.pipe_messages import Settings, Update
 from server.request_fields import ApiError
 from tokenizer import TokenizerFiles, read_tokenizer_files
 
-# Writes everything that it gets, so that prompts show what was translated.
+# This template writes everything that it gets, so that prompts show what was translated.
 TEMPLATE = """
 {%- if enable_thinking is defined %}{{ 'thinking %s\\n' % enable_thinking }}{% endif %}
 {%- if tools %}{{ tools | tojson }}{{ ' in <tool_call></tool_call>\\n' }}{% endif %}
@@ -43,11 +43,13 @@ def app_settings(directory: Path, template: str, key: str | None = KEY) -> Setti
 
 
 class ScriptedEngine:
-    """Answers each request with the next of `updates`: the fields of its updates, or an error."""
+    """An engine that answers each request with `updates`: fields of an Update, or an error."""
 
     def __init__(self):
-        self.metrics, self.updates = Metrics(), []
-        self.completion, self.error = None, None
+        self.metrics = Metrics()
+        self.updates = []
+        self.completion = None
+        self.error = None
 
     def check_room(self):
         if self.error is not None:
@@ -58,12 +60,13 @@ class ScriptedEngine:
         yield
 
     def generate(self, completion, receive):
-        self.completion, (choice,) = completion, completion.choices
+        self.completion = completion
+        (choice,) = completion.choices
         return Answer([(choice, update) for update in self.updates])
 
 
 class Answer:
-    """As engine_client.UpdateStream."""
+    """A stream of updates with the interface of engine_client.UpdateStream."""
 
     def __init__(self, updates: list):
         self.updates = iter(updates)

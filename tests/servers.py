@@ -24,8 +24,11 @@ from sampling import SamplingParams
 from serve import AnswerText
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
-CONTEXT, ROWS, CHUNK, KEY = 1600, 4, 16, "a secret"
-PATIENCE_S = 60  # after which a test gives up waiting; nothing takes a tenth of it
+CONTEXT = 1600
+ROWS = 4
+CHUNK = 16
+KEY = "a secret"
+PATIENCE_S = 60  # A test gives up waiting after this time; nothing takes a tenth of it.
 OPTIONS = ["--dtype", "float32", "--max_batch_size", ROWS, "--prefill_chunk", CHUNK, "--max_queue", 1000]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 LONG = {"prompt": [5, 6, 7], "max_tokens": CONTEXT - 200, "temperature": 0, "ignore_eos": True}
@@ -39,7 +42,9 @@ class Server:
         self.log = log
         command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
         with log.open("w") as file:
-            self.process = subprocess.Popen(command, stderr=file, stdout=file, stdin=subprocess.DEVNULL)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            self.process = subprocess.Popen(command, **streams)
+
         try:
             self.port = int(wait_for(self._address, "a server to start", 300).group(1))
         except BaseException:
@@ -51,13 +56,15 @@ class Server:
         return re.search(r"serving .* at http://127\.0\.0\.1:(\d+)\n", self.log.read_text())
 
     def client(self, kind=openai.OpenAI, key=KEY):
-        return kind(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return kind(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
     def request(self, method: str, path: str, body=None, key=KEY, seconds=PATIENCE_S) -> tuple[int, bytes]:
-        """By a plain HTTP client, which waits for so many seconds."""
+        """The status and the answer, by a plain HTTP client that waits at most `seconds`."""
+        if not isinstance(body, bytes | None):
+            body = json.dumps(body)
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)) as connection:
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
-            connection.request(method, path, data, {"Authorization": f"Bearer {key}"})
+            connection.request(method, path, body, {"Authorization": f"Bearer {key}"})
             answer = connection.getresponse()
             return answer.status, answer.read()
 
@@ -75,13 +82,15 @@ class Server:
         return status, json.loads(answer)["status"]
 
     def idle(self) -> bool:
-        return all(self.metric(name) == 0 for name in ("rows_active", "requests_waiting", "requests_unfinished"))
+        names = ("rows_active", "requests_waiting", "requests_unfinished")
+        return all(self.metric(name) == 0 for name in names)
 
     def processes(self) -> list[int]:
-        """The engine's and the HTTP side's."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        http = [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-        return [self.process.pid, *http]
+        """The ids of the engine's process and of the HTTP process."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        http = [i for i in children if "spawn_main" in Path(f"/proc/{i}/cmdline").read_text()]
+        return [pid, *map(int, http)]
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -93,7 +102,7 @@ class Server:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended, perhaps without anybody having asked for its exit code yet."""
+    """Whether a process has ended, even if nobody has asked for its exit code yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -101,7 +110,7 @@ def ended(pid: int) -> bool:
 
 
 def wait_for(found, what: str, seconds: float = PATIENCE_S):
-    """What found() returns, once it is true."""
+    """Call found() until its value is true, and return the value."""
     end = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < end, f"waited in vain for {what}"
@@ -119,21 +128,22 @@ def running(log: Path, *arguments, **options):
 
 
 def log_lines(text: str) -> list[str]:
-    """The lines that a server has printed, but for the examples at its start."""
+    """The lines that a server has printed, without the examples at its start."""
     return printed_lines(re.sub(r"\n\nA page to use it .*?\n\n", "\n", text, flags=re.S))
 
 
 class Oracle:
-    """The engine alone with a request, and its text decoded at once."""
+    """An engine without a server. Each text is decoded at once."""
 
     def __init__(self, directory: Path):
-        self.tokenizer, self.model = Tokenizer(directory), load_model(directory, dtype=torch.float32)
+        self.tokenizer = Tokenizer(directory)
+        self.model = load_model(directory, dtype=torch.float32)
         self.template = ChatTemplate(directory, self.tokenizer)
         self.engine = Engine(self.model, 1, CONTEXT, options=EngineOptions(chunk_tokens=CHUNK))
 
     def run(self, prompt: list[int], new: int, logprobs=None, **params) -> Request:
-        request = Request(prompt, SamplingParams(**{"temperature": 0.0} | params), new, frozenset({1}))
-        request.logprobs = logprobs
+        params = SamplingParams(**{"temperature": 0.0} | params)
+        request = Request(prompt, params, new, frozenset({1}), logprobs=logprobs)
         self.engine.clear()
         generate(self.engine, [request])
         return request
@@ -145,7 +155,10 @@ class Oracle:
 
 
 def take_tokens(answer: AnswerText, tokens: list[int], n: int, reason: str):
-    """Add the next n of the tokens to a request, as a step of the engine does. reason: why the last of them ends it."""
+    """Add the next n of the tokens to a request, as steps of the engine do.
+
+    reason: the finish reason if the last of all tokens has been added.
+    """
     request = answer.request
     for token in tokens[len(request.new_tokens) :][:n]:
         request.new_tokens.append(token)
@@ -162,21 +175,25 @@ def prompt_ids(n: int, seed: int = 0) -> list[int]:
 
 
 class RawClient:
-    """A client that can leave in every way there is."""
+    """A client that can close or reset its connection at any time."""
 
     def __init__(self, server: Server, body: dict, buffer: int = 0):
-        """buffer: bytes that the system takes for a client that does not read; 0 leaves it to the system."""
+        """Send a request. buffer: bytes that the system receives for a client that does not read.
+
+        With 0 the system chooses.
+        """
         self.socket = socket.socket()
         self.socket.settimeout(PATIENCE_S)
         if buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self.socket.connect(("127.0.0.1", server.port))
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}"
-        self.socket.sendall(f"{head}\r\n\r\n".encode() + data)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
 
     def leave(self, reset: bool):
-        if reset:  # instead of saying good-bye
+        if reset:  # closing then resets the connection at once
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 

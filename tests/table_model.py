@@ -7,7 +7,8 @@ import torch
 from model import WHOLE_MODEL
 from sampling import Sampling, SamplingParams, probabilities
 
-V, ROWS = 11, 20_000
+V = 11
+ROWS = 20_000
 SETTINGS = [
     {}, {"temperature": 0.5}, {"temperature": 1.7, "top_k": 4}, {"top_p": 0.7},
     {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
@@ -15,13 +16,15 @@ SETTINGS = [
     {"temperature": 1.3, "masked": True}, {"top_p": 0.9, "logit_bias": ((4, 1.5), (7, -1.0)), "masked": True},
 ]  # fmt: skip
 # With "masked", a token u may follow a token t if t + u is not a multiple of 3.
-MASKS = torch.tensor([sum(1 << u for u in range(V) if (t + u) % 3) for t in range(V)], dtype=torch.int32)
+FOLLOWERS = [sum(1 << u for u in range(V) if (t + u) % 3) for t in range(V)]
+MASKS = torch.tensor(FOLLOWERS, dtype=torch.int32)
 
 
 class Table:
     """A model whose logits depend only on the last token t: they are row t of a table (V,V)."""
 
-    config, shard = SimpleNamespace(n_token=None), WHOLE_MODEL
+    config = SimpleNamespace(n_token=None)
+    shard = WHOLE_MODEL
 
     def __init__(self, noise: float):
         torch.manual_seed(3)
@@ -38,7 +41,8 @@ class Table:
         return self.logits[tokens[:, -1]]
 
 
-MODEL, DRAFT = Table(0.0), Table(1.2)
+MODEL = Table(0.0)
+DRAFT = Table(1.2)
 
 
 def settings_of(rows: int, how: dict) -> Sampling:
@@ -60,7 +64,10 @@ def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
 
 
 def mask(settings: Sampling, how: dict, rows: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor):
-    """With "masked", mask what may follow each of these tokens (N,n); what follows the first one is at `position`."""
+    """If `how` has "masked", set the masks of the tokens that may follow each of these tokens (N,n).
+
+    The token that follows the first one is at `position`.
+    """
     if how.get("masked"):
         settings.masks[rows, : tokens.shape[1], 0] = MASKS[tokens]
         settings.mask_start[rows] = position
@@ -69,13 +76,17 @@ def mask(settings: Sampling, how: dict, rows: torch.Tensor, position: torch.Tens
 def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
     """The model's distribution (N,V) after the prompt [0] and these answers (N,n)."""
     N, n = answers.shape
-    settings, rows = settings_of(N, how), torch.arange(N)
+    settings = settings_of(N, how)
+    rows = torch.arange(N)
     for i in range(n):
         count(settings, rows, answers[:, i])
     last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
+
     empty = torch.zeros(N, 0, dtype=torch.int64)
-    mask(settings, how, rows, torch.full((N,), n + 1), last[:, None])
-    return probabilities(MODEL.logits[last][:, None], rows, torch.full((N,), n + 1), empty, settings)[:, 0].double()
+    position = torch.full((N,), n + 1)
+    mask(settings, how, rows, position, last[:, None])
+    logits = MODEL.logits[last][:, None]
+    return probabilities(logits, rows, position, empty, settings)[:, 0].double()
 
 
 def p_value(tokens: torch.Tensor, how: dict) -> float:
@@ -84,14 +95,19 @@ def p_value(tokens: torch.Tensor, how: dict) -> float:
     expected = torch.ones(1, dtype=torch.float64)
     for _ in range(3):
         expected = (expected[:, None] * probabilities_after(answers, how)).flatten()
-        answers = torch.cat([answers.repeat_interleave(V, 0), torch.arange(V).repeat(len(answers))[:, None]], 1)
+        new = torch.arange(V).repeat(len(answers))[:, None]
+        answers = torch.cat([answers.repeat_interleave(V, 0), new], 1)
+
+    expected = ROWS * expected
     cells = tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2]
-    counts, expected = torch.bincount(cells, minlength=V**3).double(), ROWS * expected
+    counts = torch.bincount(cells, minlength=V**3).double()
     if (counts[expected == 0] > 0).any():
         return 0.0
+
     usual = expected >= 5  # cells with a small count are merged into one
     counts = torch.cat([counts[usual], counts[~usual].sum()[None]])
     expected = torch.cat([expected[usual], expected[~usual].sum()[None]])
-    counts, expected = counts[expected > 0], expected[expected > 0]
+    counts = counts[expected > 0]
+    expected = expected[expected > 0]
     chi2 = ((counts - expected) ** 2 / expected).sum()
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), chi2 / 2))

@@ -1,6 +1,7 @@
-"""Shared fixtures: tiny random checkpoints written by transformers (the oracle), and the default model.
+"""Shared fixtures: tiny random checkpoints by transformers (the oracle), and the default model.
 
-Sizes are odd and pairwise different wherever they can be, so that a transposed or swapped dimension fails.
+Sizes are odd and pairwise different wherever they can be, so that a transposed or swapped dimension
+fails.
 """
 
 import copy
@@ -21,7 +22,8 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton decides at import whether it interprets kernels, and other modules import it too, such as torch's compiler.
+# Triton decides at import whether it interprets kernels. Other modules import it too, such as
+# torch's compiler.
 INTERPRET = mock.patch.dict(os.environ, {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
 with INTERPRET, suppress(ImportError):
     import triton  # noqa: F401
@@ -47,20 +49,29 @@ from tokenizer import Tokenizer
 
 load.fastest_device = lambda: "cpu"  # also where there is a GPU: a test that needs one names it
 
-hypothesis.settings.load_profile("ci")  # the same examples in every run; --hypothesis-profile default has new ones
+# Every run has the same examples; --hypothesis-profile default has new ones.
+hypothesis.settings.load_profile("ci")
 
 # The kernels that Skylake-X gets: AVX-512 without VNNI and BF16.
-SKYLAKE = build.InstructionSet("avx512-skylake", build.AVX512.needs, ("-march=skylake-avx512", *build.AVX512.flags[1:]))
+SKYLAKE_FLAGS = ("-march=skylake-avx512", *build.AVX512.flags[1:])
+SKYLAKE = build.InstructionSet("avx512-skylake", build.AVX512.needs, SKYLAKE_FLAGS)
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
 
-LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
-QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transformers.BloomConfig
-SMOLLM3, GEMMA3 = transformers.SmolLM3Config, transformers.Gemma3TextConfig
-PHI3, GRANITE = transformers.Phi3Config, transformers.GraniteConfig
-OLMO2, OLMO3 = transformers.Olmo2Config, transformers.Olmo3Config
+LLAMA = transformers.LlamaConfig
+MISTRAL = transformers.MistralConfig
+QWEN2 = transformers.Qwen2Config
+QWEN3 = transformers.Qwen3Config
+BLOOM = transformers.BloomConfig
+SMOLLM3 = transformers.SmolLM3Config
+GEMMA3 = transformers.Gemma3TextConfig
+PHI3 = transformers.Phi3Config
+GRANITE = transformers.GraniteConfig
+OLMO2 = transformers.Olmo2Config
+OLMO3 = transformers.Olmo3Config
 MINISTRAL3 = transformers.Ministral3Config
+
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
@@ -70,14 +81,20 @@ SHORT_CONTEXT = {"original_max_position_embeddings": 95}  # of longrope
 
 
 def longrope(n):
-    """With n factors each."""
-    factors = {"short_factor": [1 + i / 9 for i in range(n)], "long_factor": [2 + i * i for i in range(n)]}
-    return {"rope_type": "longrope", "rope_theta": 10000.0} | factors | SHORT_CONTEXT
+    """The parameters of longrope with n short and n long factors."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0} | SHORT_CONTEXT
+    rope["short_factor"] = [1 + i / 9 for i in range(n)]
+    rope["long_factor"] = [2 + i * i for i in range(n)]
+    return rope
 
 
 def by_kind(truncate=None, **full):
-    """RoPE that is scaled in the layers with full attention only. (transformers ignores `truncate` there.)"""
-    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
+    """RoPE that is scaled only in the layers with full attention.
+
+    transformers ignores `truncate` there.
+    """
+    sliding = {"rope_type": "default", "rope_theta": 3e4}
+    return {"full_attention": full, "sliding_attention": sliding}
 
 
 YARN_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
@@ -169,19 +186,21 @@ def save_tiny(name: str, directory: Path, **save):
 
 
 def save_random(config, directory: Path, seed: int, **save):
-    """Write a model with random weights, norms and biases included, with transformers, and return it."""
+    """Write a model of transformers with random weights, norms and biases, and return it."""
     torch.manual_seed(seed)
     what = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
     auto = getattr(transformers, f"AutoModelFor{what}")
-    model, kind = auto.from_config(config, dtype=torch.float32).eval(), config.model_type
-    small, large = (0.1, 2.5) if kind == "bloom" else (0.3, 1.2)  # so that the text does not repeat itself
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    kind = config.model_type
+    # With these scales, the text does not repeat itself.
+    small, large = (0.1, 2.5) if kind == "bloom" else (0.3, 1.2)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
-            if is_norm and not kind.startswith("gemma"):  # whose norms add 1 themselves
+            if is_norm and not kind.startswith("gemma"):  # Gemma's norms add 1 themselves
                 weight += 1
-            if kind.startswith("olmo") and "embed_tokens" in key:  # beside which the blocks add large numbers
+            if kind.startswith("olmo") and "embed_tokens" in key:  # OLMo's blocks add large numbers
                 weight *= 8
     model.save_pretrained(directory, **save)
     return model
@@ -189,19 +208,23 @@ def save_random(config, directory: Path, seed: int, **save):
 
 def pytest_addoption(parser):
     names = ("auto", "avx512", "avx512-skylake", "avx2", "avx2-vnni")
-    parser.addoption("--kernels", choices=names, default="auto", help="the CPU kernels that this process tests")
+    kernels_help = "the CPU kernels that this process tests"
+    parser.addoption("--kernels", choices=names, default="auto", help=kernels_help)
 
 
 def pytest_configure(config):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
-    if (name := config.getoption("--kernels", "auto")) == "auto":
+    # A shell starts its background jobs with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    name = config.getoption("--kernels", "auto")
+    if name == "auto":
         return
     if name == "avx512-skylake":
         build.INSTRUCTION_SETS[:] = [SKYLAKE]
     if name == "avx2-vnni" and not build.AVX2_VNNI.is_in(build.processor_flags()):
         # AVX-512 has the same instruction for 256 bits.
-        needs, flags = build.AVX2.needs | {"avx512_vnni", "avx512vl"}, ("-mavx512vnni", "-mavx512vl")
-        build.INSTRUCTION_SETS[:] = [build.InstructionSet(name, needs, (*build.AVX2.flags, *flags))]
+        needs = build.AVX2.needs | {"avx512_vnni", "avx512vl"}
+        flags = (*build.AVX2.flags, "-mavx512vnni", "-mavx512vl")
+        build.INSTRUCTION_SETS[:] = [build.InstructionSet(name, needs, flags)]
     assert build.load_kernels(name)
 
 
@@ -213,14 +236,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """name -> (transformers' model, its directory, our checkpoint directory converted from it), in float32."""
+    """A function of a name of TINY that returns three things in float32.
+
+    They are transformers' model, its directory, and our checkpoint directory converted from it.
+    """
     made = {}
 
     def get(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             oracle = save_tiny(name, folder / "hf")
-            made[name] = oracle, folder / "hf", convert(open_hf(folder / "hf"), folder / "ours", torch.float32)
+            ours = convert(open_hf(folder / "hf"), folder / "ours", torch.float32)
+            made[name] = (oracle, folder / "hf", ours)
         return made[name]
 
     return get
@@ -228,7 +255,10 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny):
-    """name -> our model in float32, with caches of 5 rows and 256 positions."""
+    """A function of a name of TINY that returns our model in float32.
+
+    Its caches have 5 rows and 256 positions unless the arguments say otherwise.
+    """
 
     def get(name, rows=5, length=256):
         model = load_model(tiny(name)[2], dtype=torch.float32)
@@ -254,14 +284,18 @@ def default_tokenizer(default_checkpoint):
 
 @pytest.fixture(scope="session")
 def gguf_package():
-    """The gguf package, which takes seconds to read the default file and to name its tensors. Here it does so once,
-    however often transformers asks for it."""
-    read, read_once = gguf.GGUFReader, cache(gguf.GGUFReader)
+    """The gguf package, which here reads the default file and names its tensors only once.
+
+    Both take seconds, and transformers asks for them often.
+    """
+    read = gguf.GGUFReader
+    read_once = cache(read)
+    name_once = cache(gguf.get_tensor_name_map)
 
     def reader(path, *rest):
         return read_once(Path(path)) if Path(path) == default_gguf() else read(path, *rest)
 
-    with mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=cache(gguf.get_tensor_name_map)):
+    with mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=name_once):
         yield gguf
 
 
@@ -276,8 +310,8 @@ def gguf_oracle(gguf_package):
 def default_oracle(gguf_oracle):
     """The same with the pre-tokenizer of the file ("smollm": digits first).
 
-    transformers 5.23 does not know "smollm" and splits as GPT-2 does. Whitespace before a digit then gets
-    other ids than with the model's own tokenizer.json or llama.cpp.
+    transformers 5.23 does not know "smollm" and splits as GPT-2 does. Whitespace before a digit
+    then gets other ids than with the model's own tokenizer.json or llama.cpp.
     """
     oracle = copy.deepcopy(gguf_oracle)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -294,7 +328,10 @@ def byte_level(tmp_path_factory):
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=700,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     library.train_from_iterator(strings(n=100), trainer)
     library.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
@@ -309,7 +346,8 @@ def sentencepiece_folder(tmp_path_factory):
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("sentencepiece")
-    (folder / "corpus.txt").write_text("\n".join(text.replace("\n", " ") for text in strings(n=150) if text.strip()))
+    lines = [text.replace("\n", " ") for text in strings(n=150) if text.strip()]
+    (folder / "corpus.txt").write_text("\n".join(lines))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "corpus.txt"),
         model_prefix=str(folder / "tokenizer"),
@@ -330,16 +368,24 @@ only_torch = without_kernels  # for models loaded with kernels="torch"
 
 @torch.no_grad()
 def greedy(model, prompts, n, prefill=None, decode=None, length=320):
-    """n greedy tokens after each prompt, in one batch. prefill and decode: compiled versions of the model. length:
-    positions of the caches that are set up; None uses the present ones."""
-    prefill, decode = (model if call is None else call for call in (prefill, decode))
-    longest, device = max(map(len, prompts)), model.device
+    """n greedy tokens after each prompt, in one batch.
+
+    prefill and decode: compiled versions of the model. length: positions of the caches that are set
+    up; None uses the present ones.
+    """
+    prefill = prefill or model
+    decode = decode or model
+    device = model.device
+    longest = max(map(len, prompts))
     if length is not None:
         model.setup_caches(len(prompts), length)
-    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+    padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+    tokens = torch.tensor(padded, device=device)
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     at = torch.arange(longest, device=device)
-    logits, found = prefill(tokens, torch.where(at < lengths, at, -1)), []
+
+    logits = prefill(tokens, torch.where(at < lengths, at, -1))
+    found = []
     for i in range(n):
         found.append(logits.argmax(-1, keepdim=True))
         if i + 1 < n:
@@ -360,8 +406,11 @@ def hf_greedy(oracle, prompt, n):
 
 
 def for_long_rows(oracle):
-    """The oracle for rows longer than longrope's original context: transformers' model with the long factors for every
-    input. Other models are their own oracle."""
+    """The oracle for rows longer than longrope's original context.
+
+    It is transformers' model with the long factors for every input. Other models are their own
+    oracle.
+    """
     config = copy.deepcopy(oracle.config)
     rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") != "longrope":
@@ -379,8 +428,10 @@ def python():
 
 
 def tiny_chat_llama(directory, byte_level, context, template, seed):
-    """Save a random Llama with the tokenizer of `byte_level` and a chat template; returns both, as transformers has
-    them. Large weights make its choices clear-cut."""
+    """Save a random Llama with the tokenizer of `byte_level` and a chat template.
+
+    Return transformers' model and tokenizer. Large weights make the model's choices clear-cut.
+    """
     config = transformers.LlamaConfig(
         vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
         num_hidden_layers=2, max_position_embeddings=context, bos_token_id=0, eos_token_id=1,
@@ -391,9 +442,10 @@ def tiny_chat_llama(directory, byte_level, context, template, seed):
         for weight in oracle.parameters():
             if weight.dim() == 2:
                 weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
-    library = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(byte_level / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
-    )
+
+    file = str(byte_level / "tokenizer.json")
+    special = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    library = transformers.PreTrainedTokenizerFast(tokenizer_file=file, **special)
     library.chat_template = template
     oracle.save_pretrained(directory)
     library.save_pretrained(directory)
@@ -402,7 +454,10 @@ def tiny_chat_llama(directory, byte_level, context, template, seed):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory, byte_level):
-    """format (None: float32) -> the checkpoint directory of one tiny model with a tokenizer and a template."""
+    """The checkpoint directories of one tiny model with a tokenizer and a template, by format.
+
+    The format None is float32.
+    """
     from servers import CONTEXT
     from texts import TEMPLATE
 

@@ -2,7 +2,7 @@
 
     python tests/compare_hf.py CHECKPOINT HF_SOURCE [--prompt TEXT | --prompt_ids 5,17,33]
 
-Both run over the same token ids. One line for each tensor, in order of computation:
+Both run over the same token ids. There is one line for each tensor, in order of computation:
 
                                     difference       scale
     embedding                                0        1.93
@@ -12,15 +12,16 @@ Both run over the same token ids. One line for each tensor, in order of computat
     ...
     they part at layer 3, attention.out: difference 0.81 of 4.2
 
-The difference is the largest of any element, and the scale is the largest absolute value of the source's tensor. Two
-tensors are the same if difference <= tolerance * max(1, scale). Look at the arrow: tensors above it are right, and
-those below may differ only because of it. Of the tensors, q, k and v are projections; k_cache is k after norm and RoPE;
-attention.out.input is the output of the heads, after q's RoPE, mask, window, scale and groups; mlp.down.input is the
-output of the activation; output is that of the whole layer. A tensor that only one side has gets no verdict.
+The difference is the largest of any element, and the scale is the largest absolute value of the
+source's tensor. Two tensors are the same if difference <= tolerance * max(1, scale). Look at the
+arrow: tensors above it are right, and those below may differ only because of it. q, k and v are
+projections; k_cache is k after norm and RoPE; attention.out.input is the output of the heads, after
+q's RoPE, mask, window, scale and groups; mlp.down.input is the output of the activation; output is
+that of the whole layer. A tensor that only one side has gets no verdict.
 
-Rounding counts as a difference: if the source is not bfloat16, convert the checkpoint with --dtype float32; another
---dtype here needs a higher --tolerance. A sliding window matters only in a longer prompt.
-Exit code 0: the same; 1: they part; 2: they could not be run.
+Rounding counts as a difference: if the source is not bfloat16, convert the checkpoint with --dtype
+float32; another --dtype here needs a higher --tolerance. A sliding window matters only in a longer
+prompt. Exit code 0: the same; 1: they part; 2: they could not be run.
 """
 
 import re
@@ -37,8 +38,8 @@ from cli import ArgumentParser, UserError, number, run_command
 from generate import token_ids
 from load import load_model, open_checkpoint
 
-# Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for its input.
-# A family with other names in transformers needs them here.
+# Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for
+# its input. A family with other names in transformers needs them here.
 FIRST = {"embedding": "model.embed_tokens"}
 LAYER = {  # under blocks.N and model.layers.N
     "attention_norm": "input_layernorm",
@@ -47,7 +48,7 @@ LAYER = {  # under blocks.N and model.layers.N
     "attention.v": "self_attn.v_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
-    "attention.k_cache": "self_attn.keys",  # of the source's own cache
+    "attention.k_cache": "self_attn.keys",  # in the source's own cache
     "attention.out.input": "self_attn.o_proj.input",
     "attention.out": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
@@ -66,7 +67,10 @@ def record(model: nn.Module) -> dict[str, Tensor]:
 
     def hook(name):
         def note(module, args, out):
-            tensors[name] = tensors[f"{name}.output"] = out[0] if isinstance(out, tuple) else out
+            if isinstance(out, tuple):
+                out = out[0]
+            tensors[name] = out
+            tensors[f"{name}.output"] = out
             if args:
                 tensors[f"{name}.input"] = args[0]
 
@@ -84,12 +88,14 @@ def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict
     model.setup_caches(1, len(ids))
     tensors = record(model)
     tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
+
     H, K, E = model.config.heads
     for i, block in enumerate(model.blocks):
         q, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, K * E, K * E], dim=-1)
         gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
-        parts = {"attention.q": q, "attention.k": k, "attention.v": v, "mlp.gate": gate, "mlp.up": up}
-        parts["attention.k_cache"] = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
+        keys = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
+        parts = {"attention.q": q, "attention.k": k, "attention.v": v, "attention.k_cache": keys}
+        parts |= {"mlp.gate": gate, "mlp.up": up}
         tensors |= {f"blocks.{i}.{name}": part for name, part in parts.items()}
     return tensors
 
@@ -101,10 +107,14 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    options = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True, "output_loading_info": True}
-    folder, gguf_file = (path.parent, path.name) if path.is_file() else (path, None)
+    options = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
+    folder = path
+    if path.is_file():
+        folder = path.parent
+        options["gguf_file"] = path.name
+    auto_model = transformers.AutoModelForCausalLM
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, **options)
+        model, report = auto_model.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # of many types, from several libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"transformers cannot load {path}: {reason}") from None
@@ -112,10 +122,13 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
         raise UserError(f"{path} lacks tensor {min(report['missing_keys'])}")
     if max(ids) >= model.get_input_embeddings().num_embeddings:
         raise UserError(f"token id {max(ids)} is outside the vocabulary of {path}")
+
     tensors = record(model.eval())
     cache = transformers.DynamicCache()  # without a config it keeps all keys, also of sliding layers
     tensors["logits"] = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
-    return tensors | {f"model.layers.{i}.self_attn.keys": layer.keys for i, layer in enumerate(cache.layers)}
+    for i, layer in enumerate(cache.layers):
+        tensors[f"model.layers.{i}.self_attn.keys"] = layer.keys
+    return tensors
 
 
 def pairs(ours: dict[str, Tensor], source: dict[str, Tensor]):
@@ -125,7 +138,8 @@ def pairs(ours: dict[str, Tensor], source: dict[str, Tensor]):
     i = 0
     while f"blocks.{i}" in ours or f"model.layers.{i}" in source:
         for mine, its in LAYER.items():
-            yield f"layer {i}, {mine}", ours.get(f"blocks.{i}.{mine}"), source.get(f"model.layers.{i}.{its}")
+            its_tensor = source.get(f"model.layers.{i}.{its}")
+            yield f"layer {i}, {mine}", ours.get(f"blocks.{i}.{mine}"), its_tensor
         i += 1
     for mine, its in LAST.items():
         yield mine, ours.get(mine), source.get(its)
@@ -139,10 +153,12 @@ def compare(ours: dict[str, Tensor], source: dict[str, Tensor], tolerance: float
     for label, mine, its in pairs(ours, source):
         if mine is None or its is None:
             if mine is not its:
-                print(f"{label:<32}only in {'the source' if mine is None else 'ours'}")
+                side = "the source" if mine is None else "ours"
+                print(f"{label:<32}only in {side}")
             continue
         if mine.shape != its.shape:
-            same, verdict = False, f"shape {tuple(mine.shape)}, the source's {tuple(its.shape)}"
+            same = False
+            verdict = f"shape {tuple(mine.shape)}, the source's {tuple(its.shape)}"
             line = f"{label:<32}{verdict}"
         else:
             difference = (mine.float() - its.float()).abs().max().item()
@@ -166,31 +182,40 @@ def choose_ids(args, checkpoint: Checkpoint) -> list[int]:
         ids = args.prompt_ids
     else:
         ids = [(7 + 31 * i) % config.vocab_size for i in range(min(12, config.max_seq_length))]
-    if not 0 < len(ids) <= config.max_seq_length:
-        raise UserError(f"the prompt has {len(ids)} tokens, expected 1 to {config.max_seq_length}, the model's context")
-    if outside := [i for i in ids if not 0 <= i < config.vocab_size]:
+
+    context = config.max_seq_length
+    if not 0 < len(ids) <= context:
+        raise UserError(f"the prompt has {len(ids)} tokens, expected 1 to {context}, the model's context")
+    outside = [i for i in ids if not 0 <= i < config.vocab_size]
+    if outside:
         raise UserError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
     return ids
 
 
 def main(argv=None) -> int:
-    parser = ArgumentParser(description="Compare a checkpoint with its Hugging Face source, tensor by tensor.")
-    parser.add_argument("checkpoint", help="a checkpoint directory, or what --checkpoint_path of generate.py takes")
-    parser.add_argument("hf_source", type=Path, help="the Hugging Face directory or .gguf file that it was made from")
+    description = "Compare a checkpoint with its Hugging Face source, tensor by tensor."
+    parser = ArgumentParser(description=description)
+    add = parser.add_argument
+    add("checkpoint", help="a checkpoint directory, or what --checkpoint_path of generate.py takes")
+    add("hf_source", type=Path, help="the Hugging Face directory or .gguf file that it was made from")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="a text, for the checkpoint's tokenizer")
     prompt.add_argument("--prompt_ids", type=token_ids, help="token ids: 5,17,33 (12 of the vocabulary)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations (float32)")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and activations (float32)")
     at_least_0 = number(float, "at least 0 and finite", lambda t: 0 <= t < float("inf"))
-    parser.add_argument("--tolerance", type=at_least_0, default=1e-4, help="relative to the scale, at least 1 (1e-4)")
+    add("--tolerance", type=at_least_0, default=1e-4, help="relative to the scale, at least 1 (1e-4)")
     args = parser.parse_args(argv)
+
     source = args.hf_source.expanduser()
     if not (source.is_dir() or (source.is_file() and source.suffix == ".gguf")):
         raise UserError(f"{source} is neither a directory nor a .gguf file; give the checkpoint's source")
-    checkpoint, dtype = open_checkpoint(args.checkpoint, dequantize=True), DTYPES[args.dtype]
+    checkpoint = open_checkpoint(args.checkpoint, dequantize=True)
+    dtype = DTYPES[args.dtype]
     ids = choose_ids(args, checkpoint)
     check_memory(checkpoint.config, "cpu", dtype, len(ids) + 8)
-    return 0 if compare(run_ours(checkpoint, ids, dtype), run_source(source, ids, dtype), args.tolerance) else 1
+    ours = run_ours(checkpoint, ids, dtype)
+    is_same = compare(ours, run_source(source, ids, dtype), args.tolerance)
+    return 0 if is_same else 1
 
 
 if __name__ == "__main__":

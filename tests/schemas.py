@@ -29,39 +29,49 @@ PATTERNS = ["^[A-Z]{2}[0-9]{3}$", "^(ab|c+d){1,3}$", "^x?$"]
 def random_schema(chance: random.Random, depth: int = 3) -> dict:
     """A random JSON schema that some JSON value fits."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
-    kinds += ["object", "array", "anyOf"] * 2 if depth else []
+    if depth:
+        kinds += ["object", "array", "anyOf"] * 2
     kind = chance.choice(kinds)
     if kind == "object":
         names = chance.sample(NAMES, chance.randrange(1, 5))
-        schema = {"type": "object", "properties": {name: random_schema(chance, depth - 1) for name in names}}
-        schema["required"] = chance.sample(names, chance.randrange(len(names) + 1))
+        properties = {name: random_schema(chance, depth - 1) for name in names}
+        required = chance.sample(names, chance.randrange(len(names) + 1))
+        schema = {"type": "object", "properties": properties, "required": required}
         return schema | {"additionalProperties": False}
     if kind == "array":
         low = chance.randrange(3)
-        return {"type": "array", "items": random_schema(chance, depth - 1), "minItems": low, "maxItems": low + 2}
+        items = random_schema(chance, depth - 1)
+        return {"type": "array", "items": items, "minItems": low, "maxItems": low + 2}
     if kind == "anyOf":
         return {"anyOf": [random_schema(chance, depth - 1) for _ in range(2)]}
+
     low = chance.randrange(-50, 50)
-    return {
+    schemas = {
         "string": {"type": "string", "maxLength": chance.choice([1, 5, 20])},
         "integer": {"type": "integer", "minimum": low, "maximum": low + chance.choice([0, 3, 1000])},
         "number": {"type": "number", "minimum": low, "maximum": low + 7},
         "enum": {"enum": chance.sample(["a", "ä", 1, 2.5, None, True, {"k": []}, 'q"'], 3)},
         "const": {"const": chance.choice([1, "c", None])},
         "pattern": {"type": "string", "pattern": chance.choice(PATTERNS)},
-    }.get(kind, {"type": kind})
+    }
+    return schemas.get(kind, {"type": kind})
 
 
 # ---------------------------------------------------------------- keywords in any combination
 
 
 def schema_of_schemas(depth: int) -> dict:
-    """The JSON schema of JSON schemas with any keywords beside each other, also some that contradict each other."""
-    small, value = {"type": "integer", "minimum": 0, "maximum": 4}, {"type": ["null", "boolean", "integer", "string"]}
+    """The JSON schema of JSON schemas with any keywords beside each other.
+
+    Some of the keywords may contradict each other.
+    """
+    small = {"type": "integer", "minimum": 0, "maximum": 4}
+    value = {"type": ["null", "boolean", "integer", "string"]}
     bound = {"enum": [-20, -1.5, 0, 0.25, 3, 7]}
-    types = {"enum": ["null", "boolean", "integer", "number", "string", "array", "object"]}
+    type_ = {"enum": ["null", "boolean", "integer", "number", "string", "array", "object"]}
+    types = {"type": "array", "items": type_, "minItems": 1, "uniqueItems": True}
     properties = {
-        "type": {"anyOf": [types, {"type": "array", "items": types, "minItems": 1, "uniqueItems": True}]},
+        "type": {"anyOf": [type_, types]},
         "enum": {"type": "array", "items": value, "minItems": 1, "maxItems": 4, "uniqueItems": True},
         "const": value,
         "pattern": {"enum": PATTERNS},
@@ -73,10 +83,13 @@ def schema_of_schemas(depth: int) -> dict:
     if depth:
         inner = schema_of_schemas(depth - 1)
         some = {"type": "array", "items": inner, "minItems": 1, "maxItems": 2}
-        members = {"type": "object", "propertyNames": {"enum": NAMES}, "additionalProperties": inner}
-        properties |= {"properties": members, "additionalProperties": {"anyOf": [inner, {"type": "boolean"}]}}
+        name = {"enum": NAMES}
+        members = {"type": "object", "propertyNames": name, "additionalProperties": inner}
+        names = {"type": "array", "items": name, "maxItems": 2, "uniqueItems": True}
+        additional = {"anyOf": [inner, {"type": "boolean"}]}
+        properties |= {"properties": members, "additionalProperties": additional}
         properties |= {"items": inner, "prefixItems": some, "anyOf": some, "allOf": some}
-        properties |= {"required": {"type": "array", "items": {"enum": NAMES}, "maxItems": 2, "uniqueItems": True}}
+        properties["required"] = names
     return {"type": "object", "properties": properties, "additionalProperties": False, "minProperties": 1}
 
 
@@ -101,7 +114,7 @@ def strange_schemas(n: int) -> list[dict]:
 
 
 class SuiteCase(NamedTuple):
-    """A schema of the test suite, and values of which it is known whether they fit."""
+    """A schema of the test suite, with values that fit it and values that do not."""
 
     name: str
     schema: dict | bool
@@ -114,23 +127,28 @@ def suite_cases() -> list[SuiteCase]:
     cases = []
     with tarfile.open(fetch_suite()) as archive:
         files = [name for name in archive.getnames() if name.startswith(SUITE_FOLDER)]
-        for name in sorted(name for name in files if "/" not in name.removeprefix(SUITE_FOLDER)):
-            for case in json.load(archive.extractfile(name)) if name.endswith(".json") else []:
+        for name in sorted(files):
+            inner = name.removeprefix(SUITE_FOLDER)
+            if "/" in inner or not inner.endswith(".json"):
+                continue
+            for case in json.load(archive.extractfile(name)):
                 about = f"{Path(name).stem}: {case['description']}"
-                fitting, others = ([t["data"] for t in case["tests"] if t["valid"] == kind] for kind in (True, False))
+                fitting = [test["data"] for test in case["tests"] if test["valid"]]
+                others = [test["data"] for test in case["tests"] if not test["valid"]]
                 cases.append(SuiteCase(about, case["schema"], fitting, others))
     return cases
 
 
 def fetch_suite() -> Path:
-    """The archive with the test suite, which is downloaded if it is not there yet."""
+    """The archive with the test suite. It is downloaded if it does not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
     path = cache / f"{SUITE_PACKAGE.replace('==', '-')}.tar.gz"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".download.") as folder:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "jsonschema"]
-            if subprocess.run([*command, "--dest", folder, SUITE_PACKAGE], stderr=subprocess.DEVNULL).returncode:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--no-binary", "jsonschema", "--dest", folder, SUITE_PACKAGE]
+            if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
                 pytest.skip(f"pip could not download the source of {SUITE_PACKAGE}")
             next(Path(folder).glob("*.tar.gz")).rename(path)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == SUITE_SHA256, f"{path} is another file"

@@ -3,13 +3,15 @@
     python tests/same_tokens.py record CHECKOUT OUT.json
     python tests/same_tokens.py compare A.json B.json
 
-This is for changes that must not change any result, such as moving code: record a checkout from before the change and
-one with it, on the same machine, and compare. A recording runs the programs of the checkout as a user does, and knows
-nothing of its modules. It takes about eight minutes on two cores, alone on the machine. Most models are tiny random
-ones (same_tokens_models.py) in a temporary directory; only the default model is kept in CHECKOUT/checkpoints.
+This is for changes that must not change any result, such as moving code: record a checkout from
+before the change and one with it, on the same machine, and compare. A recording runs the programs
+of the checkout as a user does, and knows nothing of its modules. It takes about eight minutes on
+two cores, alone on the machine. Most models are tiny random ones (same_tokens_models.py) in a
+temporary directory; only the default model is kept in CHECKOUT/checkpoints.
 
-What depends on measured times is compared only where the tokens do not: one thread, except in the runs about threads;
---speculate_k auto only with greedy decoding in float32; of a stream the whole text and not its pieces.
+Some tokens depend on measured times. They are excluded: all runs have one thread, except the runs
+about threads; --speculate_k auto runs only with greedy decoding in float32; a stream is compared as
+a whole text and not by its pieces.
 
 Read down: the tables of runs; how the programs are run; the two commands.
 """
@@ -38,7 +40,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"same_tokens.py: error: {error.name} is missing: pip install -r requirements-dev.txt")
 
-LIMIT_S = 300  # after which a program that is run here is ended
+LIMIT_S = 300  # the longest that a program may run
 
 # ---------------------------------------------------------------- the runs
 
@@ -62,8 +64,9 @@ QUANTIZED = {
     "default-int4": ("default", "--mode int4"),
 }
 
-LONG = ",".join(str(3 + 29 * i % 128) for i in range(40))  # longer than the windows and the contexts before scaling
-WORDS = {  # what stands for several options in the tables
+# The prompt LONG is longer than the windows and the contexts before scaling.
+LONG = ",".join(str(3 + 29 * i % 128) for i in range(40))
+WORDS = {  # the tables write these words for several options
     "F32": "--dtype float32",
     "GREEDY": "--temperature 0",
     "SAMPLED": "--temperature 0.9 --seed 7",
@@ -174,14 +177,16 @@ PRINTED = {
     "commands": ("text", "--interactive F32 SAMPLED", ["one two", "/system In the end", "and three", "/reset", "one"]),
 }
 
-# Servers: checkpoint, options of serve.py. Each gets all requests of the next table, and then several at once.
+# Servers: checkpoint, options of serve.py. Each gets all requests of the next table, and then
+# several at once.
 SERVERS = {
     "server": ("text", "F32 --max_batch_size 3 --prefill_chunk 16"),
     "server, longrope": ("text-longrope", "F32 --max_batch_size 2"),
     "server, int4, lookup": ("int4-text", "F32 --max_batch_size 4 --draft prompt-lookup --speculate_k 3"),
 }
 MESSAGES = {"messages": [{"role": "system", "content": "one two"}, {"role": "user", "content": "In the end, three"}]}
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
 TEXT = {"prompt": "the one and", "max_tokens": 30}
 REQUESTS = {
     "completion": (COMPLETION, TEXT | {"temperature": 0}),
@@ -210,8 +215,10 @@ class Checkout:
     def command(self, program: str, checkpoint: str, options: str) -> list[str]:
         """The words of a command, without those of the form NAME=VALUE."""
         words = shlex.split(" ".join(WORDS.get(word, word) for word in options.split()))
-        chosen = [] if checkpoint == "default" else ["--checkpoint_path", f"@{checkpoint}"]
-        words = [str(self.path / program), *chosen, *(word for word in words if not re.match("[A-Z_]+=", word))]
+        words = [word for word in words if not re.match("[A-Z_]+=", word)]
+        if checkpoint != "default":
+            words = ["--checkpoint_path", f"@{checkpoint}", *words]
+        words = [str(self.path / program), *words]
         return [re.sub(r"(^|:)@", rf"\1{self.work}/", word) for word in words]
 
     def environment(self, options: str) -> dict[str, str]:
@@ -220,16 +227,19 @@ class Checkout:
 
     def run(self, command: list[str], options: str = "", ranks: int = 1, text: str = "") -> subprocess.CompletedProcess:
         """Run a program to its end. RuntimeError with the last line of its messages if it fails."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        command, how = [sys.executable, *torchrun, *command], {"env": self.environment(options), "cwd": self.path}
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=LIMIT_S, **how)
+        launcher = [sys.executable]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        how = {"env": self.environment(options), "cwd": self.path, "timeout": LIMIT_S, "text": True}
+        done = subprocess.run([*launcher, *command], input=text, capture_output=True, **how)
         if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+            message = done.stderr.strip() or "no message"
+            raise RuntimeError(f"exit code {done.returncode}: {message.splitlines()[-1]}")
         return done
 
 
 def write_checkpoint(checkout: Checkout, command: list[str], name: str) -> dict:
-    """Run a command that writes a checkpoint directory. Returns a digest of its tensors."""
+    """Run a command that writes a checkpoint directory, and return a digest of its tensors."""
     out = checkout.work / name
     checkout.run([*command, "--out", str(out)])
     digest = hashlib.sha256()
@@ -242,15 +252,20 @@ def write_checkpoint(checkout: Checkout, command: list[str], name: str) -> dict:
 
 
 def generate(checkout: Checkout, checkpoint: str, options: str, ranks: int = 1) -> dict:
-    """The samples of a run of generate.py, and with a fixed number of proposed tokens how many were accepted."""
+    """The samples of a run of generate.py.
+
+    With a fixed number of proposed tokens, the result also says how many were accepted.
+    """
     command = checkout.command("generate.py", checkpoint, f"--json --max_new_tokens 40 {options}")
     result = json.loads(checkout.run(command, options, ranks).stdout)
-    fixed = re.search(r"--speculate_k \d", options) is not None
-    return {"samples": result["samples"]} | ({"accepted": result["mean_accepted_tokens"]} if fixed else {})
+    found = {"samples": result["samples"]}
+    if re.search(r"--speculate_k \d", options):
+        found["accepted"] = result["mean_accepted_tokens"]
+    return found
 
 
 def read_output(checkout: Checkout, checkpoint: str, options: str, lines: list[str]) -> dict:
-    """The output of a run, and in a conversation how many tokens each turn read and reused."""
+    """The output of a run, and how many tokens each turn of a conversation read and reused."""
     command = checkout.command("generate.py", checkpoint, f"--max_new_tokens 40 {options}")
     done = checkout.run(command, options, text="\n".join(lines) + "\n")
     return {"output": done.stdout, "turns": re.findall(r"\d+ read, \d+ reused", done.stderr)}
@@ -258,14 +273,17 @@ def read_output(checkout: Checkout, checkpoint: str, options: str, lines: list[s
 
 @contextmanager
 def server(checkout: Checkout, checkpoint: str, options: str):
-    """A running serve.py; gives its port. It is ended at the end of the block."""
+    """Run serve.py until the end of the block. Yields its port."""
     command = [sys.executable, *checkout.command("serve.py", checkpoint, f"--port 0 {options}")]
-    log, start, environment = checkout.work / "serve.log", time.monotonic(), checkout.environment(options)
+    log = checkout.work / "serve.log"
+    how = {"env": checkout.environment(options), "cwd": checkout.path}
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, cwd=checkout.path, stdout=file, stderr=file)
+        process = subprocess.Popen(command, stdout=file, stderr=file, **how)
+
     try:
+        end = time.monotonic() + LIMIT_S
         while not (found := re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())):
-            if process.poll() is not None or time.monotonic() - start > LIMIT_S:
+            if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server does not start: {log.read_text()[-200:]}")
             time.sleep(0.1)
         yield int(found[1])
@@ -278,26 +296,32 @@ def server(checkout: Checkout, checkpoint: str, options: str):
 
 
 def ask(port: int, path: str, body: dict) -> dict:
-    """The answer to a request. The events of a stream are put together, because their number depends on the time."""
+    """The answer to a request.
+
+    The events of a stream are put together, because their number depends on the time.
+    """
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)) as connection:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        status, text = response.status, response.read().decode()
+        status = response.status
+        text = response.read().decode()
+
     if not body.get("stream"):
         answer = json.loads(text)
         return {"status": status} | {key: answer[key] for key in answer.keys() - {"id", "created"}}
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     choices = [choice for event in events for choice in event["choices"]]
     pieces = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
-    return {"status": status, "text": "".join(pieces), "finish_reason": choices[-1]["finish_reason"]}
+    reason = choices[-1]["finish_reason"]
+    return {"status": status, "text": "".join(pieces), "finish_reason": reason}
 
 
 def at_once(port: int) -> list[str]:
     """The texts of many requests that are sent at the same time."""
 
     def send(i: int) -> str:
-        body = TEXT | {"prompt": "the end " * i + "of", "seed": i, "max_tokens": 10 + 7 * i, "stream": i % 2 == 1}
-        answer = ask(port, COMPLETION, body)
+        body = {"prompt": "the end " * i + "of", "seed": i, "max_tokens": 10 + 7 * i}
+        answer = ask(port, COMPLETION, body | {"stream": i % 2 == 1})
         return answer["text"] if "text" in answer else answer["choices"][0]["text"]
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -305,7 +329,7 @@ def at_once(port: int) -> list[str]:
 
 
 def serve(checkout: Checkout, checkpoint: str, options: str) -> dict:
-    """The answers of a server to every request of the table, one after the other, and then to many at once."""
+    """The answers of a server to all requests of the table in turn, and then to many at once."""
     with server(checkout, checkpoint, options) as port:
         answers = {name: ask(port, path, body) for name, (path, body) in REQUESTS.items()}
         return answers | {"at once": at_once(port)}
@@ -315,18 +339,21 @@ def serve(checkout: Checkout, checkpoint: str, options: str) -> dict:
 
 
 def all_runs(checkout: Checkout):
-    """(name, function that runs it and returns its results) for every run."""
-    convert, work = str(checkout.path / "convert_hf_checkpoint.py"), checkout.work
+    """For every run, its name and a function that runs it and returns its results."""
+    convert = str(checkout.path / "convert_hf_checkpoint.py")
     for name in MODELS:
-        command = [convert, str(work / f"hf-{name}"), "--dtype=float32"]
+        command = [convert, str(checkout.work / f"hf-{name}"), "--dtype=float32"]
         yield f"checkpoint {name}", partial(write_checkpoint, checkout, command, name)
     for name, (source, options) in QUANTIZED.items():
         command = checkout.command("quantize.py", source, options)
         yield f"checkpoint {name}", partial(write_checkpoint, checkout, command, name)
-    default = checkout.path / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf"  # has been downloaded by now
-    for name in [*GGUF, "default-gguf"]:
-        command = [convert, str(work / f"{name}.gguf" if name in GGUF else default), "--keep_quantized"]
+    files = {name: checkout.work / f"{name}.gguf" for name in GGUF}
+    # The default model has been downloaded by now.
+    files["default-gguf"] = checkout.path / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    for name, file in files.items():
+        command = [convert, str(file), "--keep_quantized"]
         yield f"checkpoint {name}", partial(write_checkpoint, checkout, command, name)
+
     for name, (checkpoint, options) in GENERATE.items():
         yield name, partial(generate, checkout, checkpoint, options)
     for name, (ranks, checkpoint, options) in RANKED.items():
@@ -337,9 +364,16 @@ def all_runs(checkout: Checkout):
         yield name, partial(serve, checkout, *arguments)
 
 
+ERRORS = (RuntimeError, subprocess.TimeoutExpired, OSError, ValueError, LookupError)
+
+
 def record(path: Path, out: Path) -> int:
-    """Record all runs of a checkout. Returns the number of runs that failed; these are recorded with their errors."""
-    results, failed = {}, 0
+    """Record all runs of a checkout, and return the number of runs that failed.
+
+    A run that failed is recorded with its error.
+    """
+    results = {}
+    failed = 0
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(path.resolve(), Path(folder).resolve())
         make_sources(checkout.work)
@@ -347,12 +381,15 @@ def record(path: Path, out: Path) -> int:
             start = time.monotonic()
             try:
                 results[name] = run()
-            except (RuntimeError, subprocess.TimeoutExpired, OSError, ValueError, LookupError) as error:
+            except ERRORS as error:
                 failed += 1
                 results[name] = {"error": f"{type(error).__name__}: {error}".replace(folder, "@")}
             outcome = results[name].get("error", "recorded")
             print(f"{name}: {outcome} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
-    lines = (f"{json.dumps(name)}: {json.dumps(result, sort_keys=True)}" for name, result in results.items())
+
+    lines = []
+    for name, result in results.items():
+        lines.append(f"{json.dumps(name)}: {json.dumps(result, sort_keys=True)}")
     out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(results)} runs recorded, {failed} of them failed")
     return failed
@@ -367,21 +404,22 @@ def differences(a, b, place: str = ""):
     if isinstance(a, list):
         if len(a) != len(b):
             yield f"{place}: {len(a)} entries, {len(b)} entries"
-        a, b = dict(enumerate(a)), dict(enumerate(b))
-        keys = [key for key in a if key in b]
-    else:
-        keys = sorted(a.keys() | b.keys())
-    for key in keys:
+        for i, (one, other) in enumerate(zip(a, b)):
+            yield from differences(one, other, f"{place}[{i}]")
+        return
+    for key in sorted(a.keys() | b.keys()):
         yield from differences(a.get(key), b.get(key), f"{place}[{key!r}]")
 
 
 def compare(first: Path, second: Path) -> int:
-    """Print the runs that differ between two recordings. Returns how many these are."""
-    a, b = (json.loads(path.read_text()) for path in (first, second))
+    """Print the runs that differ between two recordings, and return their number."""
+    a = json.loads(first.read_text())
+    b = json.loads(second.read_text())
     differing = [name for name in a | b if a.get(name) != b.get(name)]
     for name in differing:
         if name not in a or name not in b:
-            print(f"{name}: only in {first if name in a else second}")
+            path = first if name in a else second
+            print(f"{name}: only in {path}")
             continue
         found = list(differences(a[name], b[name]))
         print(f"{name}: {len(found)} differences, at first", *found[:2], sep="\n    ")
@@ -390,11 +428,12 @@ def compare(first: Path, second: Path) -> int:
 
 
 def main():
-    usage = "usage: same_tokens.py record CHECKOUT OUT.json, or same_tokens.py compare A.json B.json"
-    if len(sys.argv) != 4 or sys.argv[1] not in ("record", "compare"):
-        sys.exit(usage)
-    command = record if sys.argv[1] == "record" else compare
-    sys.exit(1 if command(Path(sys.argv[2]), Path(sys.argv[3])) else 0)
+    commands = {"record": record, "compare": compare}
+    if len(sys.argv) != 4 or sys.argv[1] not in commands:
+        usage = "same_tokens.py record CHECKOUT OUT.json, or same_tokens.py compare A.json B.json"
+        sys.exit(f"usage: {usage}")
+    failed = commands[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -152,16 +152,16 @@ class Transformer(nn.Module):
             block.attention.cache.copy(source_row, target_row, n)
 
     def kv_bytes(self, lengths: list[int]) -> int:
-        """Bytes of keys and values that a decode step reads. lengths: the filled positions of each
-        row."""
-        positions = 0
-        for layer in range(self.config.n_layer):
-            window = self.config.window(layer)
-            if window is None:
-                positions += sum(lengths)
-            else:
-                positions += sum(min(length, window) for length in lengths)
-        return KVCache.nbytes(self.own_config, positions, self.dtype)
+        """Bytes of keys and values that a decode step has to read.
+
+        lengths: the filled positions of each row. The fallbacks in plain PyTorch read more.
+        """
+        config = self.own_config
+        positions = config.n_layer * sum(lengths)
+        if config.sliding_window is not None:
+            windows = [config.window(layer) for layer in range(config.n_layer)]
+            positions = sum(min(length, window or length) for window in windows for length in lengths)
+        return KVCache.nbytes(config, positions, self.dtype)
 
     def forward(
         self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False

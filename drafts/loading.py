@@ -53,7 +53,8 @@ class Drafts:
         own = draft.config.vocab_size
         wanted = target.config.vocab_size
         if target.tokenizer.vocabulary is None and own != wanted:
-            raise UserError(f"{draft.path} has {own} tokens, but {target.path} has {wanted}")
+            said = f"has {own} tokens, but {target.path} has {wanted}, and no tokenizer"
+            raise UserError(f"{draft.path} {said}")
 
     def check_bits(self):
         """UserError if the target runs in 4 bits already."""

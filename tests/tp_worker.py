@@ -1,8 +1,9 @@
 """The processes of tests/test_tp.py.
 
-`python tp_worker.py cases DIR` with RANK and WORLD_SIZE runs all cases of DIR/cases.pt, each on the first `ranks`
-processes, and rank 0 writes DIR/found.pt. `torchrun tp_worker.py sabotage RANK STEP HOW ARGUMENTS` is generate.py with
-one rank that dies, stops or raises an exception in its prefill or decode.
+`python tp_worker.py cases DIR` with RANK and WORLD_SIZE runs all cases of DIR/cases.pt, each on the
+first `ranks` processes, and rank 0 writes DIR/found.pt. `torchrun tp_worker.py sabotage RANK STEP HOW
+ARGUMENTS` is generate.py with one rank that dies, stops or raises an exception in its prefill or
+decode.
 """
 
 import os
@@ -28,21 +29,26 @@ from speculative import Speculation
 from tp import Shard
 
 PROMPTS = [[5, 17, 33, 90, 2], [64], [3, 3, 80, 12, 9, 41, 77, 6, 25, 8, 51, 13]]  # of different lengths
-NEW, FEW = 11, 6  # new tokens
-ROWS, LENGTH = 2, 64  # fewer rows than prompts, so that one joins later
+NEW = 11  # new tokens
+FEW = 6  # new tokens of runs that need fewer
+ROWS = 2  # fewer rows than prompts, so that one joins later
+LENGTH = 64
 
 GREEDY = [SamplingParams(temperature=0.0)] * 3
 DRAWN = [SamplingParams(seed=seed) for seed in (10, 11, 12)]
-FILTERS = {"top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
-MIXED = [SamplingParams(temperature=0.9, seed=7, **FILTERS), SamplingParams(temperature=0.0, repetition_penalty=1.3)]
-MIXED += DRAWN[:1]
+FILTERS = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
+FILTERS |= {"repetition_penalty": 1.1, "presence_penalty": 0.2}
+MIXED = [SamplingParams(temperature=0.9, seed=7, **FILTERS)]
+MIXED += [SamplingParams(temperature=0.0, repetition_penalty=1.3), DRAWN[0]]
 
 
 class GroupRanks:
     """The part of ranks.Ranks that the engine needs, for a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
 
     def share(self, work=lambda: None):
         box = [work() if self.rank == 0 else None]
@@ -51,8 +57,10 @@ class GroupRanks:
 
 
 def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -> list | None:
-    """The new tokens of each prompt on rank 0, and None on the others. One request ends early by on_token, which is
-    called only on rank 0."""
+    """The new tokens of each prompt on rank 0, and None on the others.
+
+    One request ends early by on_token, which is called only on rank 0.
+    """
     if engine.ranks.rank:
         return engine.follow()
     requests = [Request(prompt, how, n) for prompt, how in zip(prompts, params)]
@@ -64,14 +72,19 @@ def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -
 
 
 def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
-    """Everything that is compared: greedy tokens alone and in a batch, those of rows with other settings each, the
-    logits of a prefill; with a draft (a model, whole or split) also tokens with it, with prompt lookup and with Medusa
-    heads. Also the tokens that the cache rows hold in the end, which must be the same on every rank."""
+    """Everything that is compared.
+
+    It is greedy tokens alone and in a batch, the tokens of rows with other settings each, and the
+    logits of a prefill. With a draft (a model, whole or split), it is also tokens with it, with
+    prompt lookup and with Medusa heads. The tokens that the cache rows hold in the end must be the
+    same on every rank.
+    """
     steps = compiled_steps(compiled, False)
+    options = EngineOptions(5, ranks=ranks or SingleProcess())
     found = {}
 
     def note(name: str, params: list[SamplingParams], n: int, speculation=None, prompts=PROMPTS):
-        engine = Engine(model, ROWS, LENGTH, steps, speculation, EngineOptions(5, ranks=ranks or SingleProcess()))
+        engine = Engine(model, ROWS, LENGTH, steps, speculation, options)
         found[name] = run(engine, params, n, prompts)
         found[f"{name}: cache"] = [row.tokens for row in engine.rows]
 
@@ -79,35 +92,51 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
     note("mixed", MIXED, FEW)
     if not compiled:
         note("alone", GREEDY, FEW, prompts=PROMPTS[:1])
-    drafts = {"model": lambda: [ModelDraft(draft)]} if draft else {}
+
+    drafts = {}
     if draft:
+        drafts["model"] = lambda: [ModelDraft(draft)]
         drafts["lookup"] = lambda: [RetrievalDraft()]
         drafts["lookup and heads"] = lambda: [RetrievalDraft(), MedusaDraft(random_heads(model))]
     for kind, make in drafts.items():
         note(f"greedy, {kind}", GREEDY, NEW, Speculation(make(), 3, kind != "model"))
         note(f"drawn, {kind}", DRAWN, NEW, Speculation(make(), 2, False))
         assert found[f"greedy, {kind}"] == found["greedy"]
+
     if not compiled:
-        model.setup_caches(3, LENGTH)
-        ids, at = torch.zeros(3, 12, dtype=torch.int64), torch.full((3, 12), -1)
-        for row, prompt in enumerate(PROMPTS):
-            ids[row, : len(prompt)], at[row, : len(prompt)] = torch.tensor(prompt), torch.arange(len(prompt))
-        with torch.no_grad():
-            logits = model(ids, at, all_logits=True)
-        found["logits"] = [logits[row, : len(prompt)] for row, prompt in enumerate(PROMPTS)]
+        found["logits"] = prefill_logits(model)
     return found
 
 
+@torch.no_grad()
+def prefill_logits(model) -> list[torch.Tensor]:
+    """The logits of all tokens of each prompt, from one prefill."""
+    model.setup_caches(3, LENGTH)
+    ids = torch.zeros(3, 12, dtype=torch.int64)
+    at = torch.full((3, 12), -1)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        at[row, : len(prompt)] = torch.arange(len(prompt))
+    logits = model(ids, at, all_logits=True)
+    return [logits[row, : len(prompt)] for row, prompt in enumerate(PROMPTS)]
+
+
 def run_cases(folder: Path):
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
-    cases, found = torch.load(folder / "cases.pt", weights_only=False), {}
-    groups = {n: dist.new_group(range(n)) for n in sorted({case["ranks"] for case in cases.values()})}
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    cases = torch.load(folder / "cases.pt", weights_only=False)
+    sizes = sorted({case["ranks"] for case in cases.values()})
+    groups = {n: dist.new_group(range(n)) for n in sizes}
+
+    found = {}
     for name, case in cases.items():
         if rank >= case["ranks"]:
             continue
         group = groups[case["ranks"]]
-        model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"], shard=Shard.in_group(group))
+        how = {"kernels": case["kernels"], "shard": Shard.in_group(group)}
+        model = load_model(case["path"], dtype=torch.float32, **how)
         draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
         mine = outcome(model, GroupRanks(group), case["compiled"], draft)
         everyone = [None] * case["ranks"]
@@ -115,6 +144,7 @@ def run_cases(folder: Path):
         for other in everyone:  # this fails if ranks have diverged
             assert all(other[kind] == mine[kind] for kind in mine if kind.endswith(": cache")), name
         found[name] = mine
+
     if rank == 0:
         torch.save(found, folder / "found.pt")
     dist.barrier()
@@ -126,11 +156,13 @@ def sabotage(rank: int, step: str, how: str):
     import engine
     import generate as program
 
-    real, calls = getattr(engine, step), []
+    real = getattr(engine, step)
+    calls = []
+    last = 1 if step == "prefill" else 3
 
     def broken(*arguments):
         calls.append(None)
-        if int(os.environ["RANK"]) == rank and len(calls) == (1 if step == "prefill" else 3):
+        if int(os.environ["RANK"]) == rank and len(calls) == last:
             if how == "raise":
                 raise ValueError("sabotage")
             os.kill(os.getpid(), getattr(signal, how))
@@ -156,6 +188,6 @@ def with_step(load_engine, step: str, function):
 if __name__ == "__main__":
     if sys.argv[1] == "cases":
         run_cases(Path(sys.argv[2]))
-    rank, step, how = int(sys.argv[2]), *sys.argv[3:5]
+    rank, step, how = sys.argv[2:5]
     del sys.argv[1:5]
-    sabotage(rank, step, how)
+    sabotage(int(rank), step, how)

@@ -35,7 +35,7 @@ CHAT = [
     {"role": "assistant", "content": "Hello."},
     {"role": "user", "content": "  two\nlines  \n"},
 ]
-# White space and what looks like it: \x1c and U+200B are no white space to Unicode.
+# White space, and what looks like it but is not white space to Unicode (\x1c, U+200B)
 SPACES = ["", "", " ", "  ", "\n", "\n\n", " \n", "\t", "\r\n", "\x85", "\u00a0", "\u2028", "\u3000", "\x1c", "\u200b"]
 WORDS = ["a", "word", "the", "swordfish", "word_", "wörd", "日本", "é", "_", "1", "."]
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")

@@ -253,8 +253,8 @@ def test_gpu_kernels(python, tmp_path):
         assert row["ours_share"] == pytest.approx(row["bytes"] / row["ours_s"] / result["copy_bytes_per_s"])
     assert len([name for name, _ in rows if name.endswith("gate_up 64x48")]) == 3 * 2
     assert {("attention, decode at 70", 1), ("attention, prefill of 40", 40)} <= rows.keys()
-    # Of 2 layers, 3 heads of width 10, in bf16; the middle one of 3 steps reads context + 2 positions after the token
-    # that ended the prompt.
+    # A model of 2 layers, 3 heads of width 10, in bf16. The middle one of 3 steps reads context + 2
+    # positions after the token that ended the prompt.
     short, long = (rows[f"tiny bf16 at {n}", 1] for n in (0, 40))
     assert long["bytes"] - short["bytes"] == 2 * 2 * 3 * 10 * 2 * 40
     assert short["bytes"] > rows["tiny int8 at 0", 1]["bytes"] > rows["tiny int4 at 0", 1]["bytes"]

@@ -110,7 +110,7 @@ CONFIG = SimpleNamespace(max_seq_length=1, vocab_size=1 << 21)
 READERS = {
     "evaluate.py --text": lambda path: evaluate.read_ids(path, Characters(), None),
     "--draft lookup": lambda path: read_lookup_text(path, SimpleNamespace(tokenizer=Characters(), config=CONFIG)),
-    # Of a text of 32 characters, this takes each of them as a sequence.
+    # This takes each of a text's 32 characters as a sequence.
     "quantize.py": lambda path: sum(calibration_text(SimpleNamespace(config=CONFIG), Characters(), path), []),
 }
 TEXTS = ["one\r\ntwo\r\n", "one\rtwo\n\r", "a\u2028b\x85c\x0cd\x1ce", "\r\n\n \ttabs\r\n\n"]

@@ -122,7 +122,7 @@ BROKEN_SPLITS = {
         lambda paths: shutil.copy(paths[1], paths[2]),
         "00003-of-00004.gguf is not number 3 of 4 files",
     ),
-    "one is no part": (
+    "one is not a part": (
         lambda paths: paths[1].write_bytes(b"GGUF" + bytes(99)),
         "small-00002-of-00004.gguf is not a readable GGUF file",
     ),

@@ -107,7 +107,7 @@ def chunks(body: bytes, size: int) -> bytes:
 
 def talk(server: Server, *pieces: bytes, how="read", seconds=PATIENCE_S) -> bytes:
     """What a server answers to bytes that are sent piece by piece. how: "read" until the server closes the connection,
-    or for so many seconds; or "half": say first that nothing more will come; or leave by "close" or "reset"."""
+    or for this many seconds; or "half": say first that nothing more will come; or leave by "close" or "reset"."""
     with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
         with suppress(OSError):  # the server may have had enough already
             for i, piece in enumerate(pieces):
@@ -128,7 +128,7 @@ def talk(server: Server, *pieces: bytes, how="read", seconds=PATIENCE_S) -> byte
 
 
 def head(size: int, kind: str) -> bytes:
-    """A GET request of exactly so many bytes: one long header, many short ones, a long query or a long path."""
+    """A GET request of exactly this many bytes: one long header, many short ones, a long query or a long path."""
     if kind == "headers":
         line = b"X-Name: value\r\n"
         start = b"GET /version HTTP/1.1\r\n" + HOST + line * ((size - 70) // len(line))

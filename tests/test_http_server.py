@@ -377,7 +377,7 @@ class InProcess:
 
 
 def fails(failure: BaseException, calls: int = 0):
-    """A function that fails after so many calls."""
+    """A function that fails after this many calls."""
     left = [b"data: {}\n\n"] * calls
 
     def work(*arguments):
@@ -520,7 +520,7 @@ def test_a_log_on_a_full_disk(checkpoints):
         ("[::1]:{port}", None, 200),
         ("a.localhost:{port}", None, 200),
         ("LocalHost.:{port}", None, 200),
-        ("backend", None, 200),  # which is no domain, but a name that a proxy may send
+        ("backend", None, 200),  # a name that a proxy may send, not a domain
         (None, None, 200),  # HTTP/1.0
         ("evil.example:{port}", None, 403),
         ("localhost.evil.example", None, 403),

@@ -415,7 +415,7 @@ def check_bits_of_few_queries(q, k_cache, v_cache, input_pos, *rest):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window, start, T", [(None, 8000, 8100), (16, 0, 8200), (100, 8000, 8200), (16, 8000, 8200)])
 def test_queries_that_see_nothing_beside_others_that_do(dtype, window, start, T):
-    """Of 16 tokens of a row, 4 are no padding, so whole tiles of queries see none of the slots that the row sees."""
+    """A row has 4 tokens and 12 of padding, so whole tiles of queries see none of the slots that the row sees."""
     torch.set_num_threads(1)
     q, cache = numbers(1, 16, 8, 16).to(dtype), numbers(2, 1, 1, T, 16, seed=1).to(dtype)
     input_pos = torch.full((1, 16), -1)
@@ -493,7 +493,7 @@ INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-ti
 
 
 def test_bfloat16_weights_that_would_grow_are_not_packed(checkpoint):
-    """Packed, sizes that are no multiples of 16 and 32 would need padding, and so memory beside that of the model."""
+    """Packed matrices whose sizes are not multiples of 16 and 32 would need padding, and so more memory."""
     model = load_model(checkpoint("qwen3-gqa", None))
     assert not any(isinstance(layer, PackedLinear) for layer in model.modules())
 

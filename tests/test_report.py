@@ -41,7 +41,7 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
 
 
 def test_a_roofline_needs_no_weights(tmp_path, tiny, capsys, monkeypatch):
-    """Of a directory of Hugging Face's (BLOOM-176B) or of ours, with the same numbers as beside its weights."""
+    """The roofline of a config.json alone, Hugging Face's (BLOOM-176B) or ours, equals that beside its weights."""
     (tmp_path / "config.json").write_bytes((ROOT / "tests/data/configs/bigscience__bloom.json").read_bytes())
     shown, _ = main(capsys, monkeypatch, "--checkpoint_path", tmp_path, "--roofline", 1555, "--devices", 16)
     assert shown.splitlines()[-1].split() == ["2048", "360.689", "352,494.5", "8,220.8", "69.0"]

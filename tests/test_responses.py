@@ -56,7 +56,7 @@ def official(client):
 
 
 def answer_with(engine, text: str, pieces: int = 1, **last):
-    """Let the engine answer with a text, in so many pieces."""
+    """Let the engine answer with a text, in this many pieces."""
     ends = [len(text) * (i + 1) // pieces for i in range(pieces)]
     engine.updates = [{"text": text[start:end]} for start, end in zip([0, *ends], ends)]
     engine.updates[-1] |= {"finish_reason": "stop"} | last

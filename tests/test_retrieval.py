@@ -63,7 +63,7 @@ def check_empty(match: Match):
         ([1, 2, 3, 4, 2, 3, 7, 2, 3, 7, 1, 2, 3], 1, [4]),  # the longest match, not the most frequent continuation
         ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equal votes, the latest
         ([2, 3, 4, 8, 2, 3, 4, 6, 2, 3, 5, 9, 2, 3], 2, [4, 6]),  # two votes of three, and the latest of those two
-        ([1, 2, 3, 1, 4, 2, 3, 5, 4, 1, 2, 6, 1], 3, []),  # a single token is no match
+        ([1, 2, 3, 1, 4, 2, 3, 5, 4, 1, 2, 6, 1], 3, []),  # a single token does not count as a match
         ([1, 2, 3, 4], 3, []),
         ([1, 2, 1, 2, 1], 0, []),
         ([1, 2, 1, 2, 1], -1, []),

@@ -96,7 +96,7 @@ def int4_oracle(checkpoints):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions(client, oracle, stream):
-    """Of several prompts, as text and as ids."""
+    """Several prompts, as text and as ids."""
     texts = ["once upon a time", "the \u20ac sea"]
     ids = [prompt_ids(7), prompt_ids(40, 1)]
     for prompts, encoded in ((texts, [oracle.tokenizer.encode(text) for text in texts]), (ids, ids)):
@@ -478,7 +478,7 @@ def test_bodies_that_are_no_request(server, body):
 
 
 def test_whole_numbers_are_numbers(server):
-    """Also those that are no int64."""
+    """Also those beyond int64."""
     for name, value in {"temperature": 10**20, "top_p": 1, "frequency_penalty": 1, "repetition_penalty": 2}.items():
         server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, name: value})
 
@@ -497,7 +497,7 @@ def test_no_path_of_the_machine_in_an_answer(server, checkpoints):
 
 @st.composite
 def planned_requests(draw) -> dict:
-    """A request, when it comes, and whether its client leaves: after so many chunks of a stream, or milliseconds."""
+    """A request, when it comes, and after how many chunks of a stream or milliseconds its client leaves, if it does."""
     prompt = prompt_ids(draw(st.integers(1, 70)), draw(st.integers(0, 5)))
     if draw(st.booleans()):  # several begin alike
         prompt = prompt_ids(50, 99)[: draw(st.integers(1, 50))] + prompt[:30]

@@ -160,7 +160,7 @@ NO_JSON = CALL.replace('"x. y\\nz"', "x")
 @pytest.mark.parametrize(
     "text, stop, reason, expected, why",
     [
-        # Thoughts are not searched, nor is text across their end; white space after them is no content.
+        # Thoughts are not searched, nor is text across their end. White space after them does not count as content.
         (f"{THINK}Yes. No.", ".", "stop", ("Yes", THOUGHTS, [], "stop"), ("stop_sequence", ".")),
         (f"{THINK}Yes", ["Hm", "</think>", "<think>"], "stop", ("Yes", THOUGHTS, [], "stop"), ("end_turn", None)),
         (f"{THINK}Yes\nNo", "\n", "stop", ("Yes", THOUGHTS, [], "stop"), ("stop_sequence", "\n")),

@@ -207,7 +207,7 @@ def test_bits_under_random_numbers_of_threads(tiny, two_threads, monkeypatch, mo
 
 
 def test_processor_time_of_others(monkeypatch):
-    """What other programs use is what all use less our own. A thread of ours is no other program."""
+    """What other programs use is what all use less our own. Our own threads do not count."""
     before, end = CpuTimes.now(), threading.Event()
     if before.all is None:
         assert before.others_since(before) is None

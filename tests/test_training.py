@@ -401,7 +401,7 @@ class Run:
         return self.task.report()
 
     def numbers(self) -> list[float]:
-        """Of the held-out text, the fractions that are accepted and that are equal when greedy."""
+        """The fractions of the held-out text that are accepted, and that are equal when greedy."""
         return [float(word) for word in self.task.report().replace(",", "").split() if word[0] in "01"]
 
 

@@ -373,8 +373,8 @@ def greedy(model, prompts, n, prefill=None, decode=None, length=320):
     prefill and decode: compiled versions of the model. length: positions of the caches that are set
     up; None uses the present ones.
     """
-    prefill = prefill or model
-    decode = decode or model
+    prefill = model if prefill is None else prefill  # a compiled model has no truth value
+    decode = model if decode is None else decode
     device = model.device
     longest = max(map(len, prompts))
     if length is not None:

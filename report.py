@@ -260,7 +260,7 @@ def print_report(result: dict, timing, args):
 
 
 def short_report(result: dict, timing) -> str:
-    """A line like "52 tokens, 46.6 tokens/s; prefill 341; 3.1 GB".
+    """A line like "52 tokens, 46.6 tokens/s; prefill 341 tokens/s; 3.1 GB".
 
     It has the generated tokens of all samples, the tokens per second of decode and of prefill, and
     the peak memory.
@@ -280,7 +280,7 @@ def short_report(result: dict, timing) -> str:
     if rate is not None and timing.prefill_tokens < FEW_TOKENS:
         line += f"; prefill {1e3 * timing.prefill_s:.0f} ms"
     elif rate is not None:
-        line += f"; prefill {rate:.0f}"
+        line += f"; prefill {rate:.0f} tokens/s"
 
     line += f"; {size_text(result['peak_memory_bytes'])}"
     if "ranks" in result:

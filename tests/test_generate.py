@@ -425,8 +425,8 @@ def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
     "args, line",
     [
         (["--prompt_ids", "5,6"], r"7 tokens, [\d.]+ tokens/s; prefill \d+ ms; "),
-        (["--synthetic_prompt", 40], r"7 tokens, [\d.]+ tokens/s; prefill \d+; "),
-        (["--synthetic_prompt", 40, "--json"], r"7 tokens, [\d.]+ tokens/s; prefill \d+; "),
+        (["--synthetic_prompt", 40], r"7 tokens, [\d.]+ tokens/s; prefill \d+ tokens/s; "),
+        (["--synthetic_prompt", 40, "--json"], r"7 tokens, [\d.]+ tokens/s; prefill \d+ tokens/s; "),
         (["--prompt_ids", "5,6", "--max_new_tokens", 1], r"1 token; prefill \d+ ms; "),
         (["--prompt_ids", 5, "--prompt_ids", 6, "--num_samples", 3], r"42 tokens, [\d.]+ tokens/s; prefill \d+ ms; "),
         (

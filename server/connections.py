@@ -9,7 +9,7 @@ import asyncio
 import re
 import resource
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import h11
 import uvicorn
@@ -153,7 +153,8 @@ class HttpConnection(H11Protocol):
             self.on_response_complete()
             self.handle_events()
         else:
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has closed its end: the response was answered with a reset
+                self.transport.write_eof()
         self._linger()
 
     def _refusal(self, failure: h11.RemoteProtocolError) -> list[h11.Event]:

@@ -5,6 +5,7 @@ the engine gives alone.
 """
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -15,15 +16,17 @@ import time
 from contextlib import closing, contextmanager, suppress
 from itertools import product
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, log_lines, prompt_ids, running, wait_for
+from uvicorn.server import ServerState
 
 from engine import Request
 from server.api import Choice, CompletionRequest
-from server.connections import LINGER_S, MAX_HEAD_BYTES
+from server.connections import LINGER_S, MAX_HEAD_BYTES, HttpConnection, HttpServer
 from server.engine_client import EngineClient
 from server.http_server import respond
 from server.pipe_messages import TextRequest, Update
@@ -554,3 +557,20 @@ def test_a_large_answer_is_written_in_a_thread(stream):
         return b"".join(sent)
 
     assert asyncio.run(written()) == b"true"
+
+
+def test_a_reset_while_a_request_is_refused():
+    """Saying that nothing more will come fails if the client has reset the connection meanwhile."""
+
+    async def refused() -> bytes:
+        connection = HttpConnection(config, ServerState(), {})
+        connection.connection_made(transport)
+        connection.data_received(b"\0\r\n\r\n")
+        return transport.write.call_args[0][0]
+
+    config = HttpServer(SimpleNamespace(headers=lambda request_id: [])).config
+    config.load()
+    transport = mock.Mock()
+    transport.get_extra_info.return_value = None
+    transport.write_eof.side_effect = OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+    assert statuses(asyncio.run(refused())) == [400] and transport.write_eof.called

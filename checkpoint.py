@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
-from config import Config, RopeScaling
+from config import Config, DeltaNet, RopeScaling
 from formats import Quantization, matrices, swap
 from kernels import Installer
-from model import WHOLE_MODEL, KVCache, Transformer
+from model import WHOLE_MODEL, Transformer
 from tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -36,6 +36,8 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
+# The names of tensors that are float32 in a model of any dtype end so: those of recurrent.py.
+FLOAT32_TENSORS = (".conv.weight", ".decay.weight", ".decay.bias")
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
 # ---------------------------------------------------------------- a model in files
@@ -179,7 +181,9 @@ def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype
     """
     if tensor.dtype != torch.float32:
         return tensor.dtype
-    return torch.float32 if config.float32_norms and name.endswith("norm.weight") else dtype
+    if config.float32_norms and name.endswith("norm.weight"):
+        return torch.float32
+    return torch.float32 if name.endswith(FLOAT32_TENSORS) else dtype
 
 
 def layer_of(name: str) -> str:
@@ -254,6 +258,9 @@ def make_config(path: Path, **fields) -> Config:
         scaling = fields.get("rope_scaling")
         if scaling is not None and not isinstance(scaling, RopeScaling):
             fields["rope_scaling"] = RopeScaling(**with_tuples(dict(scaling)))
+        net = fields.get("delta_net")
+        if net is not None and not isinstance(net, DeltaNet):
+            fields["delta_net"] = DeltaNet(**with_tuples(dict(net)))
         return Config(**with_tuples(fields))
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -406,14 +413,14 @@ def available_memory(device) -> int:
         return free
 
 
-def check_memory(config: Config, device, dtype: torch.dtype, cache_tokens: int, quantization=None, portion=1.0):
+def check_memory(config: Config, device, dtype: torch.dtype, caches: int, quantization=None, portion=1.0):
     """UserError, with the bytes needed and free, if a model and its caches do not fit on device.
 
-    cache_tokens: the number of positions of all cache rows together.
+    caches: the bytes of the caches of the whole model (model.state_bytes).
     portion: the fraction of a split model that is on this device.
     """
     weights = total_weight_bytes(config, dtype, quantization) * portion
-    caches = config.n_layer * KVCache.nbytes(config, cache_tokens, dtype) * portion
+    caches = caches * portion
     free = available_memory(device)
     if weights + caches > free:
         need = f"{(weights + caches) / 1e9:.2f} GB on {device}"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 # Files and folders of this project that may be deleted. A command that needs one of them says so.
 OPTIONAL = ("chat", "convert_hf_checkpoint", "cpu", "drafts", "evaluate", "grammar", "kernels_triton")
-OPTIONAL += ("ranks", "serve", "server", "sources", "speculative", "tp", "training")
+OPTIONAL += ("ranks", "recurrent", "serve", "server", "sources", "speculative", "tp", "training")
 
 
 class UserError(Exception):
@@ -202,6 +202,7 @@ def number(kind: type, rule: str, allowed: Callable):
 
 
 positive = number(int, "at least 1", lambda n: n >= 1)
+natural = number(int, "at least 0", lambda n: n >= 0)
 
 
 def token_ids(text: str) -> list[int]:

@@ -47,7 +47,7 @@ def compile_per_shape(function: Callable) -> Callable:
     graphs = {}
 
     def step(model, *arguments):
-        case = model, model.blocks[0].attention.cache.k.shape, *shapes_of(arguments)
+        case = model, model.cache_size, *shapes_of(arguments)
         if case not in graphs:
             names = zip(function.__code__.co_varnames, (model, *arguments))
             modules = {name for name, value in names if isinstance(value, nn.Module)}

@@ -1,4 +1,4 @@
-"""The hyperparameters of a model: Config, and RopeScaling, which is a part of it; the checks of
+"""The hyperparameters of a model: Config, and its parts RopeScaling and DeltaNet; the checks of
 their values.
 
 Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E
@@ -56,6 +56,43 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of a model's gated delta nets (recurrent.py), which are in the place of attention in
+    some of its layers.
+
+    Value head h reads with the queries and keys of key head h % n_key_head.
+    """
+
+    layers: tuple[int, ...]  # the layers that have one
+    n_key_head: int  # the heads of queries and keys
+    n_value_head: int  # the heads of values, each of which has a matrix as its state
+    key_dim: int  # the width of a query or key
+    value_dim: int
+    conv_width: int = 4  # positions that the convolution over queries, keys and values sees, the token's own included
+
+    def __post_init__(self):
+        for name in ("n_key_head", "n_value_head", "key_dim", "value_dim", "conv_width"):
+            check_positive_int(name, getattr(self, name))
+        if self.n_value_head % self.n_key_head:
+            raise ValueError(f"n_value_head {self.n_value_head} is not a multiple of n_key_head {self.n_key_head}")
+
+    @property
+    def keys_width(self) -> int:
+        """The width of all keys of a token together, and of all queries."""
+        return self.n_key_head * self.key_dim
+
+    @property
+    def values_width(self) -> int:
+        """The width of all values of a token together."""
+        return self.n_value_head * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """The width of queries, keys and values together, over which the convolution goes."""
+        return 2 * self.keys_width + self.values_width
+
+
+@dataclass(frozen=True)
 class Config:
     """The hyperparameters of a model. The switches below the sizes tell the families apart."""
 
@@ -77,6 +114,8 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     qk_norm_whole: bool = False  # OLMo 2: qk_norm is over all query heads together, and over all key heads
+    attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
+    delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
@@ -112,9 +151,11 @@ class Config:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.norm == "layer" and self.float32_norms:
             raise ValueError("float32_norms needs norm 'rms': LayerNorm's weights have the dtype of the model")
-        for name in ("sliding_layers", "layers_without_rope"):
-            layers = getattr(self, name) or ()
-            if not set(layers) <= set(range(self.n_layer)):
+        layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
+        if self.delta_net is not None:
+            layers_with["delta_net.layers"] = self.delta_net.layers
+        for name, layers in layers_with.items():
+            if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
 
     def _check_names(self):
@@ -151,6 +192,15 @@ class Config:
     def heads(self) -> tuple[int, int, int]:
         """H, K, E: the numbers of query heads and of key/value heads, and their width."""
         return self.n_head, self.n_kv_head, self.head_dim
+
+    def has_delta_net(self, layer: int) -> bool:
+        """Whether a layer has a gated delta net in the place of attention."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with attention, and so with keys and values."""
+        return self.n_layer - len(self.delta_net.layers if self.delta_net else ())
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer; None if it attends to all positions."""

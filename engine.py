@@ -226,6 +226,7 @@ class EngineOptions:
     chunk_tokens: int | None = None  # read between two decode steps; None: CHUNK_TOKENS
     always_chunk: bool = False  # read chunks of one prompt also while no row is decoding
     fixed_threads: bool = False  # do not tune the number of threads
+    snapshot_bytes: int | None = None  # for snapshots of recurrent states; None: the usual amount
     # Or a ranks.Ranks, if the model is split. Rank 0 then calls `step`, the others `follow`.
     ranks: object = SingleProcess()
 
@@ -284,10 +285,10 @@ class Engine:
     """
 
     def __init__(self, model, rows, length, steps=None, decoding=None, options=None):
-        model.setup_caches(rows, length)
+        self.options = options or EngineOptions()
+        model.setup_caches(rows, length, self.options.snapshot_bytes)
         self.model = model
         self.length = length
-        self.options = options or EngineOptions()
         self.ranks = self.options.ranks
         self.steps = steps or StepFunctions()
         self.next_steps = self.steps  # what replace_steps has given
@@ -401,7 +402,10 @@ class Engine:
         # The last token is always read, because its logits are needed. With prompt_logprobs, all
         # tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
-        common = {row: common_prefix_length(row.tokens, wanted) for row in self.rows}
+        common = {}
+        for row in self.rows:
+            n = common_prefix_length(row.tokens, wanted)
+            common[row] = self.model.restorable(row.index, n)
 
         # Of equal prefixes, take one in a free row, which the request may then continue in place.
         # Of such rows take the least recently used: its other tokens will be overwritten.
@@ -418,8 +422,7 @@ class Engine:
 
     def _start(self, request: Request, index: int, source: int, n: int):
         """Give a row to a request, which reuses the first n positions of the row `source`."""
-        if index != source and n:
-            self.model.copy_cache(source, index, n)
+        self.model.reuse(source, index, n)
         row = self.rows[index]
         row.request = request
         # Cutting the list is all that reuse takes. The cache still holds older keys and values from
@@ -469,6 +472,7 @@ class Engine:
         for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
             row.tokens += part
             row.last_used = start
+            self.model.offer_snapshot(row.index, is_turn=not row.unread)
             if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
                 if last.max().isfinite():
                     self._finish(row.request, "length", row)

@@ -536,7 +536,11 @@ class StackedLinear(nn.ModuleList):
 def piece_rows(config: Config, name: str) -> list[int]:
     """How many rows of a module's matrix belong to each of the matrices that it consists of."""
     H, K, E = config.heads
-    pieces = {"qkv": [H * E, K * E, K * E], "gate_up": [config.hidden_dim, config.hidden_dim]}
+    queries = 2 * H * E if config.attention_gate else H * E
+    pieces = {"qkv": [queries, K * E, K * E], "gate_up": [config.hidden_dim, config.hidden_dim]}
+    if config.delta_net is not None:
+        net = config.delta_net
+        pieces["inputs"] = [net.conv_channels, net.values_width, net.n_value_head, net.n_value_head]
     return pieces.get(name.rpartition(".")[2], [])
 
 

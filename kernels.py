@@ -403,6 +403,164 @@ def layer_norm(x, weight, bias, eps):
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+# ---------------------------------------------------------------- the gated delta rule
+
+# The newest tokens of a row, up to this many, can be taken back: see gated_delta.
+DELTA_WINDOW = MAX_DECODE_TOKENS
+DELTA_CHUNK = 64  # tokens that the version for long prompts without kernels computes at once
+
+define(
+    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor(a!) matrix, Tensor(b!) base, "
+    "Tensor(c!) keys, Tensor(d!) deltas, Tensor(e!) decays, Tensor input_pos, Tensor? rows) -> Tensor",
+    lambda q, k, v, *rest: torch.empty_like(v, memory_format=torch.contiguous_format),
+)
+
+
+def gated_delta(q, k, v, log_decay, beta, state, input_pos, rows):
+    """The gated delta rule (arXiv:2412.06464): each token updates a matrix for each value head, and
+    reads it.
+
+    q, k: (B,S,n,dk) float32, for n key heads; q is scaled. Value head h has those of key head h % n.
+    v: (B,S,m,dv) float32, for m value heads. log_decay, beta: (B,S,m) float32.
+    state: a recurrent.DeltaState, which is written.
+    input_pos: (B,S) int64, the position of each token in its own row. -1 is padding, which changes
+    nothing. Several batch rows may have tokens of the same row.
+    rows: (B,) int64, the row of the state for each batch row; None means rows 0..B-1.
+
+    Returns (B,S,m,dv) float32. For each token in turn and each value head, with its matrix M (dk,dv),
+        M = exp(log_decay) M
+        M = M + k (beta (v - k^T M))^T
+        y = q^T M
+    This reads like one step of online least squares: k^T M is what the matrix predicts for the key
+    k, and the step moves it towards v by the fraction beta (k has length 1).
+
+    The update is late. A row's matrix holds its tokens before the position `base`. The up to
+    DELTA_WINDOW tokens from there on are pending: they have been read, but their updates (key, delta
+    beta (v - k^T M), and decay) are stored beside the matrix. A pass that begins at position p
+    first adds the p - base pending updates before p. So a pass may go on at any position from `base`
+    on, as it does after drafted tokens were rejected, and a pass that is repeated gives the same
+    result. Position 0 begins with zeros. RuntimeError if a pass begins before `base`, or skips
+    tokens.
+    """
+    run = gated_delta_torch
+    if has_kernel("gated_delta", q.device) or torch.compiler.is_compiling():
+        run = torch.ops.fastpath.gated_delta.default
+    stored = (state.matrix, state.base, state.keys, state.deltas, state.decays)
+    return run(q, k, v, log_decay, beta, *stored, input_pos, rows)
+
+
+def gated_delta_torch(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows):
+    """`gated_delta` where there are no kernels. The compiler sees one operation: a loop over tokens
+    would be unrolled."""
+    repeats = v.shape[2] // q.shape[2]
+    q = q.repeat(1, 1, repeats, 1)  # (B,S,m,dk)
+    k = k.repeat(1, 1, repeats, 1)
+    out = torch.zeros_like(v)
+    for row, places in runs_of(input_pos, rows):
+        start = int(input_pos[places[0]])
+        pending = 0
+        M = torch.zeros_like(matrix[row])  # (m,dk,dv)
+        if start > 0:
+            pending = start - int(base[row])
+            check_pending(pending, row, start)
+            M.copy_(matrix[row])
+        for i in range(pending):
+            M = decays[row, i, :, None, None] * M + outer(keys[row, i].repeat(repeats, 1), deltas[row, i])
+
+        batch_row, column = zip(*places)
+        tokens = [x[batch_row, column] for x in (q, k, v, log_decay, beta)]  # (n,m,...) each
+        n = len(places)
+        done = max(0, n - DELTA_WINDOW)  # the tokens that are not pending after this pass
+        y, M, _ = delta_chunks(M, *[x[:done] for x in tokens])
+        matrix[row] = M
+        base[row] = start + done
+        later, _, new_deltas = delta_tokens(M, *[x[done:] for x in tokens])
+        out[batch_row, column] = torch.cat([y, later])
+        keys[row, : n - done] = tokens[1][done:, : keys.shape[2]]
+        deltas[row, : n - done] = new_deltas
+        decays[row, : n - done] = tokens[3][done:].exp()
+    return out
+
+
+LIBRARY.impl("gated_delta", gated_delta_torch, "CompositeExplicitAutograd")
+
+
+def runs_of(input_pos, rows):
+    """The tokens of each row in a batch, as (row, [(b,s), ...]) with ascending positions.
+
+    input_pos: (B,S), -1 for padding; rows: (B,), or None for rows 0..B-1.
+    """
+    row_of = range(len(input_pos)) if rows is None else rows.tolist()
+    found = {}
+    for b, positions in enumerate(input_pos.tolist()):
+        for s, position in enumerate(positions):
+            if position >= 0:
+                found.setdefault(row_of[b], []).append((position, b, s))
+    for row, tokens in found.items():
+        yield row, [(b, s) for _, b, s in sorted(tokens)]
+
+
+def check_pending(pending, row, start):
+    """RuntimeError if a pass over a row cannot begin at position `start`, which has this many
+    pending tokens before it."""
+    if not 0 <= pending <= DELTA_WINDOW:
+        raise RuntimeError(f"row {row} cannot go on at position {start}: its state is that of {start - pending}")
+
+
+def outer(a, b):
+    return a[..., :, None] * b[..., None, :]
+
+
+def delta_tokens(M, q, k, v, log_decay, beta):
+    """The gated delta rule for n tokens, one after the other: the specification.
+
+    M: (m,dk,dv); q, k: (n,m,dk); v: (n,m,dv); log_decay, beta: (n,m). Returns the outputs (n,m,dv),
+    the matrix after these tokens, and their deltas (n,m,dv).
+    """
+    out = torch.empty_like(v)
+    deltas = torch.empty_like(v)
+    for i in range(len(v)):
+        M = log_decay[i, :, None, None].exp() * M
+        predicted = (k[i, :, None] @ M)[:, 0]  # (m,dv)
+        deltas[i] = beta[i, :, None] * (v[i] - predicted)
+        M = M + outer(k[i], deltas[i])
+        out[i] = (q[i, :, None] @ M)[:, 0]
+    return out, M, deltas
+
+
+def delta_chunks(M, q, k, v, log_decay, beta):
+    """`delta_tokens` with fewer, larger products: DELTA_CHUNK tokens at once (arXiv:2412.06464,
+    section 3.3).
+
+    With g the running sum of log_decay in a chunk and M_0 the matrix before it,
+        M_t = exp(g_t) M_0 + sum over j <= t of exp(g_t - g_j) k_j delta_j^T
+        delta_t = beta_t (v_t - exp(g_t) k_t^T M_0 - sum over j < t of exp(g_t - g_j) (k_t . k_j) delta_j)
+    so that the deltas of a chunk solve a triangular system.
+    """
+    out = torch.empty_like(v)
+    all_deltas = torch.empty_like(v)
+    for start in range(0, len(v), DELTA_CHUNK):
+        chunk = slice(start, start + DELTA_CHUNK)
+        Q = q[chunk].transpose(0, 1)  # (m,n,dk)
+        K = k[chunk].transpose(0, 1)
+        V = v[chunk].transpose(0, 1)  # (m,n,dv)
+        g = log_decay[chunk].T.cumsum(1)  # (m,n)
+        b = beta[chunk].T[..., None]  # (m,n,1)
+        n = g.shape[1]
+        ahead = torch.ones(n, n, dtype=torch.bool, device=v.device).triu(1)
+        ratio = (g[:, :, None] - g[:, None]).masked_fill(ahead, -torch.inf).exp()  # (m,n,n): exp(g_t - g_j)
+        scale = g.exp()[..., None]  # (m,n,1)
+
+        system = (b * (K @ K.mT) * ratio).tril(-1)  # its diagonal counts as ones
+        wanted = b * (V - scale * (K @ M))
+        deltas = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # (m,n,dv)
+        y = scale * (Q @ M) + ((Q @ K.mT) * ratio) @ deltas
+        M = scale[:, -1:] * M + K.mT @ (ratio[:, -1, :, None] * deltas)
+        out[chunk] = y.transpose(0, 1)
+        all_deltas[chunk] = deltas.transpose(0, 1)
+    return out, M, all_deltas
+
+
 # ---------------------------------------------------------------- operations of one kind of device
 #
 # Only cpu/layers.py, cpu/install.py, drafts/heads.py and kernels_triton.py call these operations.
@@ -436,7 +594,7 @@ define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
-    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] handles) -> Tensor",
+    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] states, int[] handles) -> Tensor",
     empty_like_first,
 )
 define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) -> Tensor")

@@ -25,13 +25,13 @@ from checkpoint import (
     open_directory,
     read_weights,
 )
-from cli import UserError, first_line, positive, print_status
+from cli import UserError, first_line, natural, positive, print_status
 from compile import compiled_steps
 from config import Config
 from engine import Engine, EngineOptions, SingleProcess
 from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS, Installer
-from model import SCRATCH_SLOTS, WHOLE_MODEL, Transformer
+from model import WHOLE_MODEL, Transformer, state_bytes
 
 DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "medusa", "medusa:FILE", "int4-self", "none")
 KERNEL_CHOICES = ("auto", "avx2", "torch")
@@ -70,6 +70,7 @@ class ModelOptions:
     dtype: torch.dtype | str = torch.bfloat16
     dequantize: bool = False
     max_seq_length: int | None = None
+    snapshot_mb: int | None = None
     kernels: str = "auto"
     exact_activations: bool = False
     threads: int | None = None
@@ -168,6 +169,11 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     """Add the options of ModelOptions. default_length: that of --max_seq_length, in words."""
     add = add_loading_options(parser)
     add("--max_seq_length", type=positive, help=f"KV cache positions per row; default: {default_length}")
+    snapshots = (
+        "memory for snapshots of recurrent states (Qwen3.5), from which later prompts go on; "
+        "default: as much as all keys and values take, but enough for 4 snapshots a row"
+    )
+    add("--snapshot_mb", type=natural, metavar="MB", help=snapshots)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
     add("--threads", type=int, metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
@@ -267,6 +273,8 @@ def load_engine(
 ) -> Engine:
     """Load a model, and its drafts, into an engine with `rows` cache rows of `length` positions."""
     how = how or EngineOptions()
+    if options.snapshot_mb is not None:
+        how = replace(how, snapshot_bytes=options.snapshot_mb * 10**6)
     ranks = how.ranks
     config = checkpoint.config
     check_cache_length(length, config)
@@ -287,8 +295,8 @@ def load_engine(
         drafts = Drafts(checkpoint, Loader(options, ranks))
 
     quantization = None if options.dequantize else checkpoint.quantization
-    slots = rows * (length + SCRATCH_SLOTS)
-    check_memory(config, device, options.dtype, slots, quantization, ranks.portion(device))
+    caches = state_bytes(config, rows, length, options.dtype, how.snapshot_bytes)
+    check_memory(config, device, options.dtype, caches, quantization, ranks.portion(device))
     model = load_model(checkpoint, options, ranks.shard(device))
     decoding = None
     if drafts is not None:

@@ -15,7 +15,6 @@ Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), s
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -107,10 +106,14 @@ class Transformer(nn.Module):
         self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, bias=False)
 
         self.backend = Backend()  # what an Installer returns replaces it
+        self.cache_size = (0, 0)  # rows and slots of each row, from setup_caches
+        self.snapshots = None  # a recurrent.Snapshots, from setup_caches, if there are recurrent states
 
-    def setup_caches(self, max_batch_size: int, max_seq_length: int):
-        """Allocate the KV caches for this many rows and positions, on the weights' device, in the
-        dtype of the activations, and make the tables of positions.
+    def setup_caches(self, max_batch_size: int, max_seq_length: int, snapshot_bytes: int | None = None):
+        """Allocate the states of all layers for this many rows and positions, on the weights'
+        device, in the dtype of the activations, and make the tables of positions.
+
+        snapshot_bytes: the memory for snapshots of recurrent states; None means the usual amount.
 
         Each row gets T = max_seq_length + 8 slots. The last one is scratch: padding (position -1)
         is written there, and no real token attends to it. With eight extra slots T is a multiple of
@@ -118,20 +121,32 @@ class Transformer(nn.Module):
         max_seq_length decides between its two sets of factors.
         """
         T = max_seq_length + SCRATCH_SLOTS
+        self.cache_size = (max_batch_size, T)
         # The tables of positions are not made in __init__, where they would be meta tensors that no
         # checkpoint fills.
         heads = self.shard.own(self.config.n_head)
         self.positions = Positions(self.config.for_rows_of(max_seq_length), T, heads, self.device)
 
-        nbytes = len(self.blocks) * KVCache.nbytes(self.own_config, max_batch_size * T, self.dtype)
+        nbytes = sum(block.state.nbytes(max_batch_size, T, self.dtype) for block in self.blocks)
         zeros = self.backend.zeros(nbytes, self.device)  # like torch.zeros, in huge pages on CPUs
         for block in self.blocks:
-            block.attention.cache.allocate(max_batch_size, T, partial(zeros, dtype=self.dtype))
-            block.attention.positions = self.positions
+            block.state.allocate(max_batch_size, T, zeros, self.dtype)
+            if block.attention is not None:
+                block.attention.positions = self.positions
+
+        recurrent = [block.state for block in self.blocks if block.attention is None]
+        if recurrent:
+            from recurrent import Snapshots, snapshot_slots
+
+            # The number follows from the sizes of the whole model, so that all ranks have the same.
+            kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
+            slots = snapshot_slots(self.config.delta_net, max_batch_size, kv_bytes, self.dtype, snapshot_bytes)
+            self.snapshots = Snapshots(recurrent, slots, max_batch_size)
 
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""
         self.positions = other.positions
+        self.cache_size = other.cache_size
         for block, source in zip(self.blocks, other.blocks):
             block.attention.cache = source.attention.cache
             block.attention.positions = other.positions
@@ -145,11 +160,24 @@ class Transformer(nn.Module):
         """The dtype of the activations and of the KV caches."""
         return self.activation_dtype or self.norm.weight.dtype
 
-    def copy_cache(self, source_row: int, target_row: int, n: int):
-        """Copy the keys and values of the first n positions of one cache row to another, in all
-        layers."""
+    def restorable(self, row: int, n: int) -> int:
+        """The largest m <= n such that `reuse` can take over the first m positions of a row, whose
+        tokens the caller knows to be at least n."""
+        return n if self.snapshots is None else self.snapshots.restorable(row, n)
+
+    def reuse(self, source_row: int, target_row: int, n: int):
+        """Make the target row hold the first n positions of the source row, which may be the same.
+        n is a result of `restorable`, or 0."""
         for block in self.blocks:
-            block.attention.cache.copy(source_row, target_row, n)
+            block.state.copy(source_row, target_row, n)
+        if self.snapshots is not None:
+            self.snapshots.reuse(source_row, target_row, n)
+
+    def offer_snapshot(self, row: int, is_turn: bool):
+        """Say that later prompts may begin with the tokens that a row has read so far. is_turn: a
+        turn of a conversation may end here; otherwise it is one of many places in a long prompt."""
+        if self.snapshots is not None:
+            self.snapshots.offer(row, is_turn)
 
     def kv_bytes(self, lengths: list[int]) -> int:
         """Bytes of keys and values that a decode step has to read.
@@ -157,11 +185,11 @@ class Transformer(nn.Module):
         lengths: the filled positions of each row. The fallbacks in plain PyTorch read more.
         """
         config = self.own_config
-        positions = config.n_layer * sum(lengths)
         if config.sliding_window is not None:
             windows = [config.window(layer) for layer in range(config.n_layer)]
             positions = sum(min(length, window or length) for window in windows for length in lengths)
-        return KVCache.nbytes(config, positions, self.dtype)
+            return positions * position_bytes(config, self.dtype) // config.n_layer
+        return sum(lengths) * position_bytes(config, self.dtype)
 
     def forward(
         self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False
@@ -222,11 +250,12 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a residual connection and with norms before it, after it,
-    or both."""
+    """Attention (or a gated delta net in its place), then an MLP, each with a residual connection
+    and with norms before it, after it, or both."""
 
     def __init__(self, config: Config, layer: int, rope_table: int, shard):
         super().__init__()
+        self.config = config
         self.rope_table = rope_table  # an index of Positions.ropes
         self.post_norm_residual = config.post_norm_residual
         self.residual_scale = config.residual_scale
@@ -235,15 +264,30 @@ class Block(nn.Module):
         norm_before = config.norm_placement in ("before", "both")
         norm_after = config.norm_placement in ("after", "both")
         self.attention_norm = make_norm(config) if norm_before else None
-        self.attention = Attention(config, layer, shard)
+        self.attention = None
+        self.delta_net = None
+        if config.has_delta_net(layer):
+            from recurrent import GatedDeltaNet
+
+            self.delta_net = GatedDeltaNet(config)
+        else:
+            self.attention = Attention(config, layer, shard)
         self.attention_post_norm = make_norm(config) if norm_after else None
         self.mlp_norm = make_norm(config) if norm_before else None
         self.mlp = MLP(config)
         self.mlp_post_norm = make_norm(config) if norm_after else None
 
+    @property
+    def state(self) -> nn.Module:
+        """What the block remembers of each row: a KVCache, or a recurrent.DeltaState."""
+        return self.delta_net.state if self.attention is None else self.attention.cache
+
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None) -> Tensor:
         h = x if self.attention_norm is None else self.attention_norm(x)
-        y = self.attention(h, rope, input_pos, rows)
+        if self.attention is None:
+            y = self.delta_net(h, input_pos, rows)
+        else:
+            y = self.attention(h, rope, input_pos, rows)
         x = self.add(x, h, y, self.attention_post_norm)
 
         h = x if self.mlp_norm is None else self.mlp_norm(x)
@@ -274,7 +318,9 @@ class Attention(nn.Module):
         self.scale = config.attention_scale or config.head_dim**-0.5
 
         H, K, E = config.heads
-        self.qkv = Linear(config.dim, (H + 2 * K) * E, bias=config.qkv_bias)  # weight rows: q, then k, then v
+        # Weight rows: q, then k, then v; a gate with the shape of q, if there is one, stands behind q.
+        self.gate_heads = H if config.attention_gate else 0
+        self.qkv = Linear(config.dim, (H + self.gate_heads + 2 * K) * E, bias=config.qkv_bias)
         self.out = Linear(H * E, config.dim, bias=config.out_bias)
 
         self.q_norm = None
@@ -289,7 +335,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None) -> Tensor:
         B, S, _ = x.shape
         H, K, E = self.config.heads
-        qk, v = self.qkv(x).view(B, S, H + 2 * K, E).split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
+        qkv = self.qkv(x).view(B, S, -1, E)
+        if self.gate_heads:
+            q, gate, k, v = qkv.split([H, self.gate_heads, K, K], dim=2)
+            qk = torch.cat([q, k], dim=2)
+        else:
+            qk, v = qkv.split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
         if self.q_norm is not None:
             qk = self.normalize(qk)
         if rope is not None:
@@ -301,6 +352,8 @@ class Attention(nn.Module):
         self.cache.write(k, v, input_pos, rows)
         slopes = self.positions.slopes
         y = attention(q, self.cache.k, self.cache.v, input_pos, rows, slopes, self.window, self.scale)
+        if self.gate_heads:
+            y = y * gate.sigmoid()
         return self.out(y.reshape(B, S, H * E))
 
     def normalize(self, qk: Tensor) -> Tensor:
@@ -334,11 +387,11 @@ class KVCache(nn.Module):
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim
 
-    def allocate(self, R: int, T: int, zeros: Callable):
-        """Make an empty cache. zeros(shape) makes its tensors."""
+    def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
+        """Make an empty cache. zeros(shape, dtype=...) makes its tensors."""
         shape = (R, self.n_kv_head, T, self.head_dim)
-        self.register_buffer("k", zeros(shape), persistent=False)
-        self.register_buffer("v", zeros(shape), persistent=False)
+        self.register_buffer("k", zeros(shape, dtype=dtype), persistent=False)
+        self.register_buffer("v", zeros(shape, dtype=dtype), persistent=False)
 
     def write(self, k: Tensor, v: Tensor, input_pos: Tensor, rows: Tensor | None):
         """Store k and v (B,S,K,E) of the tokens at positions (B,S) of rows (B,); None means rows
@@ -351,13 +404,33 @@ class KVCache(nn.Module):
 
     def copy(self, source_row: int, target_row: int, n: int):
         """Copy the first n positions of one row to another."""
+        if source_row == target_row or n == 0:
+            return
         for cache in (self.k, self.v):
             cache[target_row, :, :n] = cache[source_row, :, :n]
 
-    @staticmethod
-    def nbytes(config: Config, positions: int, dtype: torch.dtype) -> int:
-        """The bytes that this many positions take in one layer."""
-        return 2 * positions * config.n_kv_head * config.head_dim * dtype.itemsize
+    def nbytes(self, R: int, T: int, dtype: torch.dtype) -> int:
+        """The bytes that `allocate` takes."""
+        return 2 * R * T * self.n_kv_head * self.head_dim * dtype.itemsize
+
+
+def position_bytes(config: Config, dtype: torch.dtype) -> int:
+    """The bytes of the keys and values of one position in all layers."""
+    return 2 * config.attention_layers * config.n_kv_head * config.head_dim * dtype.itemsize
+
+
+def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
+    """The bytes that Transformer.setup_caches takes for a whole model."""
+    kv_bytes = rows * (length + SCRATCH_SLOTS) * position_bytes(config, dtype)
+    net = config.delta_net
+    if net is None:
+        return kv_bytes
+
+    import recurrent
+
+    slots = recurrent.snapshot_slots(net, rows, kv_bytes, dtype, snapshot_bytes)
+    each = rows * recurrent.row_bytes(net, dtype) + slots * recurrent.snapshot_bytes(net, dtype)
+    return kv_bytes + len(net.layers) * each
 
 
 class MLP(nn.Module):

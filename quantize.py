@@ -24,7 +24,7 @@ from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
 from layers import Linear
 from load import open_checkpoint
-from model import Transformer
+from model import Transformer, state_bytes
 from sampling import SamplingParams
 from writer import Writer, print_written
 
@@ -237,7 +237,8 @@ def check_quantizable(source: Checkpoint, out: Path, model: Transformer, quantiz
 def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by
     module name."""
-    ck.check_memory(source.config, "cpu", torch.bfloat16, SEQUENCES * SEQUENCE_LENGTH)
+    caches = state_bytes(source.config, SEQUENCES, SEQUENCE_LENGTH, torch.bfloat16)
+    ck.check_memory(source.config, "cpu", torch.bfloat16, caches)
     model = ck.read_weights(source, source.empty_model())
     what = "the model writes its calibration text"
     if calibration_file:

@@ -32,7 +32,17 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker
 
 from checkpoint import Checkpoint
-from cli import ArgumentParser, HelpFormatter, UserError, first_line, number, positive, print_status, run_command
+from cli import (
+    ArgumentParser,
+    HelpFormatter,
+    UserError,
+    first_line,
+    natural,
+    number,
+    positive,
+    print_status,
+    run_command,
+)
 from compile import compile_while_serving, warm_up
 from engine import Engine, EngineOptions, SingleProcess
 from grammar import GrammarThread
@@ -67,7 +77,6 @@ def parse_arguments(argv=None):
     parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the model, as --checkpoint_path names it")
     port = number(int, "0 to 65535", lambda n: 0 <= n < 65536)
-    natural = number(int, "at least 0", lambda n: n >= 0)
     seconds = number(float, "more than 0", lambda s: s > 0)
     add = parser.add_argument_group("the server").add_argument
     add("--host", default="127.0.0.1", help="the address to bind to; 0.0.0.0 is all interfaces")

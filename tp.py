@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cli import UserError
-from config import Config
+from config import Config, DeltaNet
 from formats import QuantizedLinear
 from model import Transformer
 
@@ -40,6 +40,8 @@ from model import Transformer
 #   from heads   by inputs, which are the outputs of the heads: an all-reduce adds up the ranks'
 #                products, and only rank 0 has a bias that is not zero
 #   from hidden  the same, where the inputs are hidden units
+#   from values  the same, where the inputs are the value heads of a gated delta net
+#   a key of DELTA_PARTS  by outputs: each rank has the rows of its heads, in each of these parts
 #   vocab        by rows, padded with zeros if V is not a multiple of the number of ranks
 #   whole        every rank has the whole tensor
 # A family whose modules have other names needs lines of its own: a module that is not in the table
@@ -51,6 +53,15 @@ SPLIT = {
     "attention.qkv.1": ("key heads", 1),
     "attention.qkv.2": ("key heads", 1),
     "attention.out": ("from heads", 1),
+    "delta_net.inputs": ("delta inputs", 1),
+    "delta_net.inputs.0": ("delta qkv", 1),
+    "delta_net.inputs.1": ("delta gate", 1),
+    "delta_net.inputs.2": ("delta numbers", 1),
+    "delta_net.inputs.3": ("delta numbers", 1),
+    "delta_net.conv": ("delta qkv", 1),
+    "delta_net.decay": ("delta numbers", 1),
+    "delta_net.norm": ("whole", 1),
+    "delta_net.out": ("from values", 1),
     "mlp.gate_up": ("hidden", 2),
     "mlp.gate_up.0": ("hidden", 1),
     "mlp.gate_up.1": ("hidden", 1),
@@ -66,6 +77,14 @@ SPLIT = {
     "mlp_post_norm": ("whole", 1),
     "norm": ("whole", 1),
 }
+# What the rows of the tensors of a gated delta net consist of. keys: key_dim rows for each key head;
+# values: value_dim rows for each value head; numbers: one for each value head.
+DELTA_PARTS = {
+    "delta qkv": ("keys", "keys", "values"),
+    "delta gate": ("values",),
+    "delta numbers": ("numbers",),
+    "delta inputs": ("keys", "keys", "values", "values", "numbers", "numbers"),
+}
 
 
 # ---------------------------------------------------------------- one rank's share
@@ -73,11 +92,11 @@ SPLIT = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a tensor that one rank has: ranges of its rows, concatenated, and a range of its
-    columns."""
+    """The part of a tensor that one rank has: ranges of its rows, concatenated, and of these rows
+    ranges of columns, concatenated."""
 
     rows: tuple[range, ...]
-    columns: range | None = None  # None: all columns, or the tensor has one dimension
+    columns: tuple[range, ...] | None = None  # None: all columns, or the tensor has one dimension
     height: int = 0  # zero rows are appended up to this number of rows
 
     def cut(self, source) -> Tensor:
@@ -94,7 +113,8 @@ class Slice:
     def _piece(self, source, rows: range) -> Tensor:
         if self.columns is None:
             return source[rows.start : rows.stop]
-        return source[rows.start : rows.stop, self.columns.start : self.columns.stop]
+        pieces = [source[rows.start : rows.stop, columns.start : columns.stop] for columns in self.columns]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
 @dataclass(frozen=True)
@@ -134,8 +154,38 @@ class Shard:
 
     def _own_queries(self, config: Config) -> range:
         """This rank's range of the H * E outputs of the query heads."""
-        heads = self.own(config.n_head)
-        return range(heads.start * config.head_dim, heads.stop * config.head_dim)
+        return times(self.own(config.n_head), config.head_dim)
+
+    def _query_rows(self, config: Config) -> list[range]:
+        """This rank's rows of the queries' matrix, with those of their gates if there are any."""
+        own = self._own_queries(config)
+        if not config.attention_gate:
+            return [own]
+        gates = config.n_head * config.head_dim
+        return [own, range(gates + own.start, gates + own.stop)]
+
+    def _value_heads(self, net: DeltaNet) -> list[range]:
+        """This rank's value heads: those of its key heads, which are one range for each value head
+        that a key head has."""
+        own = self.own(net.n_key_head)
+        return [range(start + own.start, start + own.stop) for start in range(0, net.n_value_head, net.n_key_head)]
+
+    def _delta_rows(self, net: DeltaNet, parts: tuple[str, ...]) -> list[range]:
+        """This rank's rows of a tensor of a gated delta net. parts: see DELTA_PARTS."""
+        kinds = {
+            "keys": ([self.own(net.n_key_head)], net.key_dim, net.keys_width),
+            "values": (self._value_heads(net), net.value_dim, net.values_width),
+            "numbers": (self._value_heads(net), 1, net.n_value_head),
+        }
+        rows = []
+        start = 0  # of the part
+        for part in parts:
+            heads, width, height = kinds[part]
+            for own in heads:
+                scaled = times(own, width)
+                rows.append(range(start + scaled.start, start + scaled.stop))
+            start += height
+        return rows
 
     def _kv_heads(self, config: Config) -> list[int]:
         """The key and value heads that this rank keeps, in the order of its query heads.
@@ -153,8 +203,14 @@ class Shard:
 
     def config(self, config: Config) -> Config:
         """The Config of this rank's part of a model."""
+        net = config.delta_net
+        if net is not None:
+            n = len(self.own(net.n_key_head))
+            m = n * (net.n_value_head // net.n_key_head)
+            net = dataclasses.replace(net, n_key_head=n, n_value_head=m)
         return dataclasses.replace(
             config,
+            delta_net=net,
             n_head=len(self.own(config.n_head)),
             n_kv_head=len(self._kv_heads(config)),
             hidden_dim=len(self._own_hidden(config.hidden_dim)),
@@ -185,12 +241,15 @@ class Shard:
             return Slice((range(start, min(start + height, N)),), height=height)
         if how in ("heads", "query heads", "key heads"):
             H, K, E = config.heads
-            starts = {"heads": (H, H + K), "query heads": (), "key heads": (0,)}[how]
+            before = 2 * H if config.attention_gate else H  # the heads before the first key head
+            starts = {"heads": (before, before + K), "query heads": (), "key heads": (0,)}[how]
             heads = [start + head for start in starts for head in self._kv_heads(config)]
             rows = [range(E * head, E * (head + 1)) for head in heads]
             if how != "key heads":
-                rows.insert(0, self._own_queries(config))
+                rows = self._query_rows(config) + rows
             return Slice(tuple(rows))
+        if how in DELTA_PARTS:
+            return Slice(tuple(self._delta_rows(config.delta_net, DELTA_PARTS[how])))
         if how == "hidden":
             F = config.hidden_dim
             own = self._own_hidden(F)
@@ -200,13 +259,14 @@ class Shard:
         if kind == "bias":  # it is added once, by rank 0; the other ranks have zeros
             rows = range(N) if self.rank == 0 else range(0)
             return Slice((rows,), height=N)
-        own = self._own_queries(config)
+        own = [self._own_queries(config)]
         if how == "from hidden":
-            own = self._own_hidden(config.hidden_dim)
+            own = [self._own_hidden(config.hidden_dim)]
+        elif how == "from values":
+            own = [times(heads, config.delta_net.value_dim) for heads in self._value_heads(config.delta_net)]
         columns, count = columns_of(module, kind)
-        start = own.start // columns * count
-        stop = -(-own.stop // columns) * count
-        return Slice((range(N),), range(start, stop))
+        ranges = [range(part.start // columns * count, -(-part.stop // columns) * count) for part in own]
+        return Slice((range(N),), tuple(dict.fromkeys(ranges)))  # equal ones: a value for a whole row
 
     # The functional collectives, which torch.compile traces into its graph. They are called as
     # operations because the Python functions around them wrap their results in a lazy tensor.
@@ -240,6 +300,11 @@ class Shard:
         """Broadcast rank 0's tensor: ranks may round differently."""
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.broadcast(x, 0, self.group))
+
+
+def times(heads: range, width: int) -> range:
+    """The rows of some heads of this width."""
+    return range(heads.start * width, heads.stop * width)
 
 
 # ---------------------------------------------------------------- what cannot be split
@@ -290,12 +355,22 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
     if pieces < ranks:
         reasons.append(f"mlp.down: {F} columns in blocks of {size} are {pieces} blocks")
 
-    columns = config.n_head * config.head_dim // ranks
+    net = config.delta_net
+    if net is not None and net.n_key_head % ranks:
+        reasons.append(f"n_key_head {net.n_key_head} is not a multiple of {ranks}")
+
     for i, block in enumerate(model.blocks):
-        size = block_columns(block.attention.out)
+        if block.attention is None:
+            name = "delta_net.out"
+            columns = net.n_key_head * net.value_dim // ranks
+        else:
+            name = "attention.out"
+            columns = config.n_head * config.head_dim // ranks
+        out = block.get_submodule(name)
+        size = block_columns(out)
         if ranks > 1 and columns % size:
             what = f"{columns} columns per rank are not a multiple of its block of {size}"
-            reasons.append(f"blocks.{i}.attention.out: {what}")
+            reasons.append(f"blocks.{i}.{name}: {what}")
     return reasons
 
 

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "attention.h"
-#include "checks.h"
+#include "delta.h"
 
 namespace fastpath {
 
@@ -53,13 +53,28 @@ void add_scaled_row(const T* x, const T* y, float scale, T* out, int64_t D) {
 
 // ---------------------------------------------------------------- blocks
 
+constexpr int64_t MAX_CONV_WIDTH = 16;
+constexpr float L2_EPS = 1e-6f;  // that of recurrent.py
+
+inline f32x16 sigmoid(f32x16 x) { return floats(1.0f) / (floats(1.0f) + fast_exp(floats(0.0f) - x)); }
+
+// The sizes and the vectors of a gated delta net: m value heads of width dv, n key heads of width dk.
+struct DeltaNet {
+  int64_t n = 0, m = 0, dk = 0, dv = 0, conv_width = 0;
+  const float *conv, *decay_weight, *decay_bias, *norm;  // (conv_width,channels), (m,), (m,), (dv,)
+  int64_t channels() const { return 2 * n * dk + m * dv; }
+  int64_t tail_size() const { return DELTA_WINDOW + conv_width - 1; }
+};
+
 // The part of a block that is the same in all calls. prepare_block checks it once.
 struct PreparedBlock {
   std::vector<MaybeTensor> norms;  // own the memory that the pointers below refer to, as `layers` do
   std::vector<std::shared_ptr<const PreparedLayer>> layers;
   at::ScalarType dtype;
   int64_t H, K, E, D, F, window;
-  Layer qkv, out, up, down;
+  int64_t gates;  // query heads that have a gate for their outputs: H or 0
+  DeltaNet net;   // net.m is 0 if the block has attention
+  Layer qkv, out, up, down;  // qkv: with the gates behind the queries; or the inputs of the gated delta net
   // Null where the model has none.
   const float *attention_norm[2], *mlp_norm[2];  // weight and bias; RMSNorm has no bias
   const float *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
@@ -74,12 +89,15 @@ struct PreparedBlock {
 template <class T>
 struct Block {
   const PreparedBlock& prepared;
-  const SplitPlan& plan;
+  const SplitPlan* plan;  // of attention
   Attention<T> attention;  // allocate() fills in q and out
   int64_t M;  // B * S tokens
   const float *cos, *sin;  // (M,E), or null
   const float* query_scales;  // for each slot, the factor of a query at this position; or null
   T *k, *v;  // the caches of `attention`, for writing
+  Delta delta;  // allocate() fills in its inputs and outputs
+  T* tail;      // (R,tail_size+1,channels) of the gated delta net
+  const std::vector<DeltaRun>* runs;
   const T* x;  // (M,D)
   T* result;  // (M,D), may be x
 
@@ -90,6 +108,8 @@ struct Block {
   Input to_qkv, to_out, to_up, to_down;
   std::vector<Workspace> workspaces;
   float* states;  // of attention's chunks: see SplitPlan
+  float *mixed, *decay, *beta;   // (M,channels), (M,m), (M,m): of the gated delta net
+  std::vector<float*> scratch;  // of each thread
 
   void allocate(Arena& arena) {
     const PreparedBlock& p = prepared;
@@ -100,9 +120,21 @@ struct Block {
     product = arena.allocate<T>(M * p.D);
     to_qkv = allocate_input(arena, p.qkv, normed, M), to_out = allocate_input(arena, p.out, attended, M);
     to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
+    if (p.net.m) return allocate_delta(arena);
     workspaces = Workspace::allocate(arena, attention);
-    states = plan.allocate(arena, attention);
+    states = plan->allocate(arena, attention);
     attention.q = qkv, attention.q_stride = p.qkv.N, attention.out = attended;
+  }
+
+  void allocate_delta(Arena& arena) {
+    const DeltaNet& net = prepared.net;
+    mixed = arena.allocate<float>(M * net.channels());
+    decay = arena.allocate<float>(M * net.m), beta = arena.allocate<float>(M * net.m);
+    delta.q = mixed, delta.k = mixed + net.n * net.dk, delta.v = mixed + 2 * net.n * net.dk;
+    delta.k_stride = delta.v_stride = net.channels();
+    delta.decay = decay, delta.beta = beta, delta.out = arena.allocate<float>(M * net.m * net.dv);
+    scratch.resize(omp_get_max_threads());
+    for (float*& one : scratch) one = arena.allocate<float>(delta_scratch(delta));
   }
 
   // A norm before attention or MLP, if there is one, and the conversion of its result for the layer l.
@@ -142,11 +174,11 @@ struct Block {
   // QK-norm, RoPE (arXiv:2104.09864) and the scale of queries, in place; then keys and values are copied to the caches.
   void rotate_and_cache(const Team& team) const {
     const auto& a = attention;
-    const int64_t E = a.E, per_token = a.H + 2 * a.K;
+    const int64_t E = a.E, first_key = a.H + prepared.gates, per_token = first_key + 2 * a.K;
     if (prepared.qk_norm_whole) {
       team.split(M, 1, [&](int64_t m, int64_t end) {
         for (; m < end; m++) {
-          T *q = qkv + m * per_token * E, *k = q + a.H * E;
+          T *q = qkv + m * per_token * E, *k = q + first_key * E;
           rms_norm_row(q, prepared.q_norm, q, a.H * E, prepared.eps);
           rms_norm_row(k, prepared.k_norm, k, a.K * E, prepared.eps);
         }
@@ -156,9 +188,10 @@ struct Block {
     team.split(M * per_token, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
         const int64_t m = at / per_token, h = at % per_token;
+        if (h >= a.H && h < first_key) continue;  // a gate
         T* head = qkv + at * E;
         const float* weight = h < a.H ? prepared.q_norm : prepared.k_norm;
-        if (h < a.H + a.K) {
+        if (h < first_key + a.K) {
           if (weight && !prepared.qk_norm_whole) rms_norm_row(head, weight, head, E, prepared.eps);
           if (cos) rotate(head, cos + m * E, sin + m * E, E);
         }
@@ -168,8 +201,8 @@ struct Block {
           continue;
         }
         const int64_t row = a.rows ? a.rows[m / a.S] : m / a.S;
-        T* cache = h < a.H + a.K ? k : v;
-        std::copy(head, head + E, cache + ((row * a.K + (h - a.H) % a.K) * a.slots + slot) * E);
+        T* cache = h < first_key + a.K ? k : v;
+        std::copy(head, head + E, cache + ((row * a.K + (h - first_key) % a.K) * a.slots + slot) * E);
       }
     });
     team.barrier();
@@ -187,6 +220,130 @@ struct Block {
       store(x + e, fma(a, load(cos + e, n), b * load(sin + e, n)), n);
       store(x + half + e, fma(b, load(cos + half + e, n), a * load(sin + half + e, n)), n);
     }
+  }
+
+  // The outputs of attention, times the sigmoid of their gates.
+  void apply_gates(const Team& team) const {
+    const int64_t width = prepared.H * prepared.E;
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) {
+        T* y = attended + m * width;
+        const T* gate = qkv + m * prepared.qkv.N + width;
+        for (int64_t i = 0; i < width; i += LANES)
+          store(y + i, load(y + i, width - i) * sigmoid(load(gate + i, width - i)), width - i);
+      }
+    });
+    team.barrier();
+  }
+
+  // ---------------------------------------------------------------- the gated delta net, as in recurrent.py
+
+  // Keeps the inputs of the convolution.
+  void write_tail(const Team& team) const {
+    const DeltaNet& net = prepared.net;
+    team.split(runs->size(), 1, [&](int64_t i, int64_t end) {
+      for (; i < end; i++) {
+        const DeltaRun& run = (*runs)[i];
+        const int64_t count = run.tokens.size();
+        for (int64_t t = std::max<int64_t>(0, count - net.tail_size()); t < count; t++) {
+          const T* from = qkv + run.tokens[t] * prepared.qkv.N;
+          std::copy(from, from + net.channels(), tail_of(run.row, run.start + t));
+        }
+      }
+    });
+    team.barrier();
+  }
+
+  T* tail_of(int64_t row, int64_t position) const {
+    const DeltaNet& net = prepared.net;
+    return tail + (row * (net.tail_size() + 1) + position % net.tail_size()) * net.channels();
+  }
+
+  // mixed = q, k and v of all tokens: the convolution, SiLU, and the lengths of q and k. Also their decay and beta.
+  void mix(const Team& team) const {
+    const DeltaNet& net = prepared.net;
+    const int64_t heads = 2 * net.n + net.m;
+    team.split(M * heads, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) {
+        const int64_t m = at / heads, head = at % heads;
+        if (attention.positions[m] < 0) continue;
+        if (head < 2 * net.n) mix_head(m, head * net.dk, net.dk, head < net.n ? 1 / std::sqrt(float(net.dk)) : 1.0f);
+        else mix_head(m, 2 * net.n * net.dk + (head - 2 * net.n) * net.dv, net.dv, 0.0f);
+      }
+    });
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) {
+        const T* from = qkv + m * prepared.qkv.N + net.channels() + net.m * net.dv;
+        for (int64_t h = 0; h < net.m; h++) {
+          const float step = float(from[net.m + h]) + net.decay_bias[h];
+          const float softplus = step > 20 ? step : std::log1p(std::exp(step));  // as in torch
+          beta[m * net.m + h] = 1 / (1 + std::exp(-float(from[h])));
+          decay[m * net.m + h] = std::exp(net.decay_weight[h] * softplus);
+        }
+      }
+    });
+    team.barrier();
+  }
+
+  // Channels first..first + width of token m. If length is not 0, they get this length.
+  void mix_head(int64_t m, int64_t first, int64_t width, float length) const {
+    const DeltaNet& net = prepared.net;
+    const int64_t s = m % attention.S, row = attention.rows ? attention.rows[m / attention.S] : m / attention.S;
+    const T* inputs[MAX_CONV_WIDTH];  // of the token and those before it, null before the first position
+    for (int64_t back = 0; back < net.conv_width; back++) {
+      const int64_t position = attention.positions[m] - back;
+      const T* from = position < 0 ? nullptr : s >= back ? qkv + (m - back) * prepared.qkv.N : tail_of(row, position);
+      inputs[net.conv_width - 1 - back] = from;
+    }
+
+    float* out = mixed + m * net.channels() + first;
+    f32x16 squares = floats(0.0f);
+    for (int64_t i = 0; i < width; i += LANES) {
+      f32x16 y = floats(0.0f);
+      for (int64_t j = 0; j < net.conv_width; j++)
+        if (inputs[j])
+          y = fma(load(inputs[j] + first + i, width - i), load(net.conv + j * net.channels() + first + i, width - i), y);
+      y = y * sigmoid(y);
+      squares = fma(y, y, squares);
+      store(out + i, y, width - i);
+    }
+    if (length == 0) return;
+    const f32x16 scale = floats(length / std::sqrt(sum_of_lanes(squares) + L2_EPS));
+    for (int64_t i = 0; i < width; i += LANES) store(out + i, load(out + i, width - i) * scale, width - i);
+  }
+
+  // attended = the normalized outputs of the heads, times SiLU of their gates.
+  void apply_delta_gates(const Team& team) const {
+    const DeltaNet& net = prepared.net;
+    team.split(M * net.m, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) {
+        const int64_t m = at / net.m, head = at % net.m;
+        float* y = delta.out + at * net.dv;
+        T* to = attended + at * net.dv;
+        if (attention.positions[m] < 0) {
+          std::fill(to, to + net.dv, T(0.0f));
+          continue;
+        }
+        const T* gate = qkv + m * prepared.qkv.N + net.channels() + head * net.dv;
+        rms_norm_row(y, net.norm, y, net.dv, prepared.eps);
+        for (int64_t i = 0; i < net.dv; i += LANES) {
+          const f32x16 g = load(gate + i, net.dv - i);
+          store(to + i, load(y + i, net.dv - i) * g * sigmoid(g), net.dv - i);
+        }
+      }
+    });
+    team.barrier();
+  }
+
+  void run_delta_net(const Team& team) const {
+    // A pass of few tokens may have several batch rows with tokens of one row, so all are written before any is read. A
+    // longer pass may have more tokens than the tail can hold.
+    const bool is_short = attention.S <= DELTA_WINDOW;
+    if (is_short) write_tail(team);
+    mix(team);
+    if (!is_short) write_tail(team);
+    run_delta(team, delta, *runs, scratch[team.thread]), team.barrier();
+    apply_delta_gates(team);
   }
 
   // act = SwiGLU, GeGLU or tanh-GELU of up, and its conversion for the down projection. All have the form x sigmoid(z).
@@ -211,12 +368,16 @@ struct Block {
   }
 
   void run(const Team& team) const {
-    const Workspace& w = workspaces[team.thread];
     const PreparedBlock& p = prepared;
     norm(team, x, p.attention_norm, normed, p.qkv, to_qkv);
     matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv), team.barrier();
-    rotate_and_cache(team);
-    run_attention(team, attention, plan, w, states);
+    if (p.net.m) {
+      run_delta_net(team);
+    } else {
+      rotate_and_cache(team);
+      run_attention(team, attention, *plan, workspaces[team.thread], states);
+      if (p.gates) apply_gates(team);
+    }
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, residual);
     norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);

@@ -61,7 +61,12 @@ MORE_FUSED_FIELDS = (
     "float32_norms",
     "residual_scale",
     "query_scale_beta",
+    "attention_gate",
+    "delta_net",
 )
+
+# The tensors of a recurrent.DeltaState, in the order in which `blocks` takes them.
+STATE_TENSORS = ("matrix", "base", "keys", "deltas", "decays", "tail")
 
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
@@ -205,31 +210,42 @@ class FusedBlocks:
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype):
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
-        self.modules = [block.attention._modules for block in blocks]
+        self.modules = [block.attention._modules for block in blocks if block.attention is not None]
+        self.states = [block.state for block in blocks if block.attention is None]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
         tables = [rope for rope in ropes if rope is not None]  # (cos, sin) each; empty with ALiBi
-        positions = self.modules[0]["positions"]
+        slopes = None
+        query_scales = None
+        if self.modules:
+            positions = self.modules[0]["positions"]
+            slopes = positions.slopes
+            query_scales = positions.query_scales
         caches = [modules["cache"]._buffers for modules in self.modules]
+        states = [state._buffers[name] for state in self.states for name in STATE_TENSORS]
         return torch.ops.fastpath.blocks.default(
             x,
             input_pos,
             rows,
             [cos for cos, _ in tables],
             [sin for _, sin in tables],
-            positions.slopes,
-            positions.query_scales,
+            slopes,
+            query_scales,
             [cache["k"] for cache in caches],
             [cache["v"] for cache in caches],
+            states,
             self.handles,
         )
 
 
 def linears_of(block: Block) -> list[nn.Module]:
-    """The linear layers of a block: qkv, out, up (or gate and up), down."""
+    """The linear layers of a block: qkv (or the inputs of its gated delta net), out, up (or gate and
+    up), down."""
     mlp = block.mlp
     up = mlp.gate_up if mlp.gated else mlp.up
+    if block.attention is None:
+        return [block.delta_net.inputs, block.delta_net.out, up, mlp.down]
     return [block.attention.qkv, block.attention.out, up, mlp.down]
 
 
@@ -237,24 +253,35 @@ def prepare_block(block: Block, dtype: torch.dtype) -> int:
     """Register a block's weights with the kernels, for activations of this dtype, and return a
     handle to them."""
     attention = block.attention
-    config = attention.config
+    config = block.config
+    if attention is None:
+        net = config.delta_net
+        head_norms = [None, None]
+        gates = 0
+        vectors = delta_net_vectors(block.delta_net)
+        net_sizes = [net.n_key_head, net.n_value_head, net.key_dim, net.value_dim]
+    else:
+        head_norms = [norm_tensors(attention.q_norm)[0], norm_tensors(attention.k_norm)[0]]
+        gates = attention.gate_heads
+        vectors = [None] * 4
+        net_sizes = [0] * 4
     norms = [
         *norm_tensors(block.attention_norm),
         *norm_tensors(block.mlp_norm),
-        norm_tensors(attention.q_norm)[0],
-        norm_tensors(attention.k_norm)[0],
+        *head_norms,
         norm_tensors(block.attention_post_norm)[0],
         norm_tensors(block.mlp_post_norm)[0],
+        *vectors,
     ]
     layers = [prepare(layer) for layer in linears_of(block)]  # the block keeps them when released
-    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim]
+    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim, gates, *net_sizes]
     return torch.ops.fastpath.prepare_block(
         norms,
         [layer.handle for layer in layers],
         sizes,
         dtype,
-        attention.window,
-        attention.scale,
+        None if attention is None else attention.window,
+        1.0 if attention is None else attention.scale,
         config.norm_eps,
         block.residual_scale,
         block.mlp.kind,
@@ -262,6 +289,11 @@ def prepare_block(block: Block, dtype: torch.dtype) -> int:
         block.post_norm_residual,
         block.rope_table,
     )
+
+
+def delta_net_vectors(net: nn.Module) -> list[Tensor]:
+    """The tensors of a recurrent.GatedDeltaNet that are not matrices, as `prepare_block` takes them."""
+    return [net.conv.weight.T.contiguous(), net.decay.weight, net.decay.bias, net.norm.weight]
 
 
 def norm_tensors(norm: RMSNorm | LayerNorm | None) -> tuple[Tensor | None, Tensor | None]:

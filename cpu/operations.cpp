@@ -15,6 +15,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <deque>
@@ -23,6 +24,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "checks.h"
+#include "delta.h"
 #include "medusa.h"
 #include "sampling.h"
 
@@ -205,22 +207,77 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   return out;
 }
 
+// The state of a gated delta net, as in recurrent.DeltaState. The caller sets the inputs and outputs of the result.
+Delta checked_delta(const Tensor& matrix, const Tensor& base, const Tensor& keys, const Tensor& deltas,
+                    const Tensor& decays) {
+  const int64_t R = checked(matrix, "matrix", at::kFloat, {-1, -1, -1, -1}).size(0), m = matrix.size(1);
+  Delta d{0, m, matrix.size(2), matrix.size(3)};
+  d.n = checked(keys, "keys", at::kFloat, {R, DELTA_WINDOW, -1, d.dk}).size(2);
+  TORCH_CHECK(d.n > 0 && m % d.n == 0, m, " value heads are not a multiple of ", d.n, " key heads");
+  d.matrix = matrix.data_ptr<float>(), d.keys = keys.data_ptr<float>();
+  d.deltas = checked(deltas, "deltas", at::kFloat, {R, DELTA_WINDOW, m, d.dv}).data_ptr<float>();
+  d.decays = checked(decays, "decays", at::kFloat, {R, DELTA_WINDOW, m}).data_ptr<float>();
+  d.base = checked(base, "base", at::kLong, {R}).data_ptr<int64_t>();
+  return d;
+}
+
+// The runs of a pass over rows of a state of R rows, after checks.
+std::vector<DeltaRun> checked_runs(const Tensor& input_pos, const MaybeTensor& rows, int64_t R) {
+  const int64_t B = checked(input_pos, "input_pos", at::kLong, {-1, -1}).size(0);
+  const int64_t* row = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
+  auto runs = delta_runs(input_pos.const_data_ptr<int64_t>(), row, B, input_pos.size(1));
+  for (const auto& run : runs) TORCH_CHECK(run.row >= 0 && run.row < R, "row ", run.row, " of ", R);
+  return runs;
+}
+
+Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
+                   const Tensor& matrix, const Tensor& base, const Tensor& keys, const Tensor& deltas,
+                   const Tensor& decays, const Tensor& input_pos, const MaybeTensor& rows) {
+  Delta d = checked_delta(matrix, base, keys, deltas, decays);
+  const Tensor at = input_pos.contiguous(), qs = q.contiguous(), ks = k.contiguous(), vs = v.contiguous();
+  const Tensor bs = beta.contiguous(), out = at::zeros(v.sizes(), v.options());
+  const int64_t B = at.size(0), S = at.size(1);
+  d.q = checked(qs, "q", at::kFloat, {B, S, d.n, d.dk}).const_data_ptr<float>();
+  d.k = checked(ks, "k", at::kFloat, {B, S, d.n, d.dk}).const_data_ptr<float>();
+  d.v = checked(vs, "v", at::kFloat, {B, S, d.m, d.dv}).const_data_ptr<float>();
+  d.k_stride = d.n * d.dk, d.v_stride = d.m * d.dv;
+  const Tensor decay = checked(log_decay.contiguous(), "log_decay", at::kFloat, {B, S, d.m}).exp();
+  d.decay = decay.const_data_ptr<float>();
+  d.beta = checked(bs, "beta", at::kFloat, {B, S, d.m}).const_data_ptr<float>();
+  d.out = out.data_ptr<float>();
+
+  const auto runs = checked_runs(at, rows, matrix.size(0));
+  d.check(runs);
+  auto [scratch, memory] = allocate_together([&](Arena& arena) {
+    std::vector<float*> all(omp_get_max_threads());
+    for (auto& one : all) one = arena.allocate<float>(delta_scratch(d));
+    return all;
+  });
+  parallel(B * S * d.m * d.dk * d.dv < MIN_PARALLEL_WORK, [&, &scratch = scratch](const Team& team) {
+    run_delta(team, d, runs, scratch[team.thread]);
+  });
+  return out;
+}
+
 Handles<PreparedBlock> prepared_blocks;
 
 // Returns a handle of a block for the operation `blocks`.
 //   norms       weight and bias of the norms before attention and MLP, then the weights of q_norm,
-//               k_norm and the norms after attention and MLP
-//   layers      handles of qkv, out, up (or gate and up), down
-//   sizes       H, K, E, D, F
+//               k_norm and the norms after attention and MLP. With a gated delta net also the weights
+//               of its convolution (width,channels), the weight and bias of its decay, and its norm
+//   layers      handles of qkv (or the inputs of the gated delta net), out, up (or gate and up), down
+//   sizes       H, K, E, D, F, the heads with gates, then n, m, dk, dv of a gated delta net, or zeros
 //   activation  the MLP's, as in Config.mlp
 int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
                       at::ScalarType dtype, std::optional<int64_t> window, double scale, double eps,
                       double residual_scale, std::string_view activation, bool qk_norm_whole, bool post_norm_residual,
                       int64_t rope_table) {
-  TORCH_CHECK(norms.size() == 8 && layers.size() == 4 && sizes.size() == 5, "8 norms, 4 layers, 5 sizes were expected");
+  TORCH_CHECK(norms.size() == 12 && layers.size() == 4 && sizes.size() == 10, "12 norms, 4 layers, 10 sizes expected");
   PreparedBlock p;
   for (const MaybeTensor norm : norms) p.norms.push_back(norm ? MaybeTensor(norm->to(at::kFloat)) : norm);
   p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.D = sizes[3], p.F = sizes[4], p.dtype = dtype;
+  p.gates = sizes[5];
+  TORCH_CHECK(p.gates == 0 || p.gates == p.H, p.gates, " gates for ", p.H, " heads");
   p.window = window.value_or(std::numeric_limits<int64_t>::max()), p.scale = scale;
   auto vector = [&](int i, int64_t size) {
     return checked(p.norms[i], "weight of a norm", at::kFloat, {size}) ? p.norms[i]->const_data_ptr<float>() : nullptr;
@@ -229,7 +286,19 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
     p.layers.push_back(prepared_layers.get(layers[i]));
     return p.layers.back()->checked(p.dtype, N, C);
   };
-  p.qkv = linear(0, (p.H + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
+  DeltaNet& net = p.net;
+  net.n = sizes[6], net.m = sizes[7], net.dk = sizes[8], net.dv = sizes[9];
+  if (net.m) {
+    TORCH_CHECK(p.norms[8] && p.norms[8]->dim() == 2 && net.n > 0 && net.m % net.n == 0, "a gated delta net of ", net.n,
+                " key heads and ", net.m, " value heads");
+    net.conv_width = p.norms[8]->size(0);
+    TORCH_CHECK(net.conv_width <= MAX_CONV_WIDTH, "a convolution over ", net.conv_width, " positions");
+    net.conv = checked(*p.norms[8], "conv", at::kFloat, {net.conv_width, net.channels()}).const_data_ptr<float>();
+    net.decay_weight = vector(9, net.m), net.decay_bias = vector(10, net.m), net.norm = vector(11, net.dv);
+    p.qkv = linear(0, net.channels() + net.m * net.dv + 2 * net.m, p.D), p.out = linear(1, p.D, net.m * net.dv);
+  } else {
+    p.qkv = linear(0, (p.H + p.gates + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
+  }
   p.gated = activation != "gelu", p.gelu = activation != "swiglu";
   p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
   for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
@@ -244,29 +313,60 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
 void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles); }
 
 // cos and sin have a tensor for each RoPE table, with the values for x's tokens; they are empty if the
-// model does not use RoPE. query_scales has a value for each slot.
+// model does not use RoPE. query_scales has a value for each slot. k_caches and v_caches have a tensor
+// for each block with attention, states six for each block with a gated delta net: matrix, base, keys,
+// deltas, decays and tail of its recurrent.DeltaState.
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
               at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
-              at::TensorList k_caches, at::TensorList v_caches, at::IntArrayRef handles) {
-  TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() && v_caches.size() == handles.size(),
-              "x (B,S,D) and two caches a block were expected");
+              at::TensorList k_caches, at::TensorList v_caches, at::TensorList states, at::IntArrayRef handles) {
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
-  for (int64_t handle : handles) prepared.push_back(prepared_blocks.get(handle));
+  size_t recurrent = 0;
+  for (int64_t handle : handles) {
+    prepared.push_back(prepared_blocks.get(handle));
+    recurrent += prepared.back()->net.m > 0;
+  }
+  TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() - recurrent && v_caches.size() == k_caches.size() &&
+              states.size() == 6 * recurrent, "x (B,S,D) and the state of each block were expected");
   const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
   const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     std::vector<Block<T>> all;
     std::deque<SplitPlan> plans;  // one for consecutive blocks of the same window; a deque does not move its elements
-    int64_t window = -1, work = 0;
+    int64_t window = -1, slots = 0, work = 0;
+    size_t at_cache = 0, at_state = 0;  // of the next block
+    std::vector<DeltaRun> runs;
+    if (recurrent) runs = checked_runs(at, rows, states[0].size(0));
     for (size_t i = 0; i < prepared.size(); i++) {
       const PreparedBlock& p = *prepared[i];
-      auto a = checked_attention<T>(B, S, p.H, k_caches[i], v_caches[i], at, rows, slopes, p.window, p.scale);
-      TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D && p.K == a.K && p.E == a.E, "block ", handles[i], " has D ",
-                  p.D, ", K ", p.K, ", E ", p.E, " in ", p.dtype, ", not x ", x.sizes(), " in ", x.scalar_type(),
-                  ", k_cache ", k_caches[i].sizes());
-      if (p.window != window || a.slots != all.back().attention.slots) plans.emplace_back(a), window = p.window;
-      Block<T> block{p, plans.back(), a, B * S};
+      TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D, "block ", handles[i], " has D ", p.D, " in ", p.dtype,
+                  ", not x ", x.sizes(), " in ", x.scalar_type());
+      Block<T> block{p};
+      block.M = B * S;
+      if (p.net.m) {
+        const at::TensorList state = states.slice(6 * at_state++, 6);
+        block.attention = {B, S};
+        block.attention.positions = at.const_data_ptr<int64_t>(), block.attention.rows = data<int64_t>(rows);
+        block.delta = checked_delta(state[0], state[1], state[2], state[3], state[4]);
+        const Delta& d = block.delta;
+        TORCH_CHECK(d.n == p.net.n && d.m == p.net.m && d.dk == p.net.dk && d.dv == p.net.dv, "block ", handles[i],
+                    " has other heads than its state ", state[0].sizes());
+        d.check(runs);
+        const std::vector<int64_t> tail_sizes{state[0].size(0), p.net.tail_size() + 1, p.net.channels()};
+        block.tail = checked(state[5], "tail", x.scalar_type(), tail_sizes).template data_ptr<T>();
+        block.runs = &runs;
+        work += B * S * d.m * d.dk * d.dv;
+      } else {
+        const Tensor &k = k_caches[at_cache], &v = v_caches[at_cache];
+        at_cache++;
+        auto a = checked_attention<T>(B, S, p.H, k, v, at, rows, slopes, p.window, p.scale);
+        TORCH_CHECK(p.K == a.K && p.E == a.E, "block ", handles[i], " has K ", p.K, ", E ", p.E, ", not k_cache ",
+                    k.sizes());
+        if (p.window != window || a.slots != slots) plans.emplace_back(a), window = p.window, slots = a.slots;
+        block.plan = &plans.back(), block.attention = a;
+        block.k = k.data_ptr<T>(), block.v = v.data_ptr<T>();
+        block.query_scales = data<float>(checked(query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
+      }
       if (!cos.empty()) {
         TORCH_CHECK(p.rope_table >= 0 && p.rope_table < int64_t(cos.size()) && cos.size() == sin.size(), "block ",
                     handles[i], " needs RoPE table ", p.rope_table, " of ", cos.size());
@@ -274,8 +374,6 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         block.cos = checked(c, "cos", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
         block.sin = checked(s, "sin", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
       }
-      block.query_scales = data<float>(checked(query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
-      block.k = k_caches[i].data_ptr<T>(), block.v = v_caches[i].data_ptr<T>();
       block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
       all.push_back(block);
       work += B * S * (p.qkv.N * D + p.out.C * D + p.up.N * D + p.F * D);
@@ -347,6 +445,7 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "rms_norm", &rms_norm);
   add(cpu, "layer_norm", &layer_norm);
   add(cpu, "attention", &attention);
+  add(cpu, "gated_delta", &gated_delta);
   if (argument_names("fastpath::sample") == EXPANDED_TEXT_OF(SAMPLING_NAMES)) {
     add(cpu, "sample", &sample);
     add(cpu, "probabilities", &probabilities);

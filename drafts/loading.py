@@ -40,6 +40,7 @@ class Drafts:
             self.check_draft_model()
         elif "int4-self" in options.draft_kinds:
             self.check_bits()
+        self.check_states()
 
     def check_draft_model(self):
         """UserError if the model of --draft_checkpoint_path cannot be a draft."""
@@ -66,6 +67,16 @@ class Drafts:
                 f"--draft int4-self: {bits}, and a draft should be smaller; "
                 f"give --dequantize to run the model in {dtype}"
             )
+
+    def check_states(self):
+        """UserError if the draft is a model with recurrent states. It drafts in several passes, and
+        such a state can be taken back by one pass only."""
+        draft = self.checkpoint
+        if draft is None and "int4-self" in self.options.draft_kinds:
+            draft = self.target
+        if draft is not None and draft.config.delta_net is not None:
+            what = "a model with gated delta nets cannot be the draft"
+            raise UserError(f"{draft.path}: {what}; --draft prompt-lookup works with it")
 
     def load(self, model: Transformer) -> list[Draft]:
         """The drafts for the model of the target, the cheapest first."""

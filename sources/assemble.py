@@ -43,14 +43,25 @@ def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
         name_parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target)
         layer, ours, kind = name_parts.groups()
         prefix = "" if layer is None else f"{layout.layer}{layer}."
-        names = layout.names[ours]
+        if f"{ours}.{kind}" in layout.whole_names:
+            names = [layout.whole_names[f"{ours}.{kind}"]]
+            ending = ""
+        else:
+            names = layout.names[ours]
+            ending = f".{kind}"
+
         row_counts = [tensor.shape[0]]
         if len(names) > 1:
             row_counts = piece_rows(config, ours)
         for name, rows in zip(names, row_counts):
             shape = torch.Size([rows, *tensor.shape[1:]])
-            found[f"{prefix}{name}.{kind}"] = Destination(target, shape, layout.folds.get(name))
+            found[f"{prefix}{name}{ending}"] = Destination(target, shape, layout.folds.get(name))
     return found
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the dimensions of size 1, which some files have and others lack."""
+    return tuple(size for size in shape if size != 1)
 
 
 class AssembledWeights:
@@ -72,7 +83,7 @@ class AssembledWeights:
                     continue
                 raise UserError(f"{path} holds tensor {name} {shape}, which the model does not have")
             expected = tuple(self.places[name].shape)
-            if shape != expected:
+            if without_ones(shape) != without_ones(expected):
                 raise UserError(f"{path}: {name} is {shape}, but by its config it should be {expected}")
         if missing := [name for name in self.places if name not in found]:
             raise UserError(f"{path} lacks tensor {and_more(missing)}")
@@ -100,11 +111,12 @@ class AssembledWeights:
 
         kind: "weight", "bias", or a part of a quantized matrix, whose values the file checks.
         """
+        place = self.places[name]
         tensor = self.file.read(name, kind)
         if kind in ("weight", "bias"):
             check_dense(tensor, f"{self.path}: {name}")
-        fold = self.places[name].fold
-        return tensor if fold is None else fold(self.config, tensor)
+            tensor = tensor.view(place.shape)
+        return tensor if place.fold is None else place.fold(self.config, tensor)
 
 
 def check_dense(tensor: torch.Tensor, name: str):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from config import Config, check_positive, check_positive_int
+from config import Config, DeltaNet, check_positive, check_positive_int
 from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 
@@ -30,6 +30,8 @@ class Layout:
     layer: str  # the prefix before a layer's number; ours is "blocks."
     # How names begin in some files -> how they should begin.
     prefixes: dict[str, str] = field(default_factory=dict)
+    # Our tensor -> its whole name in the file, if that does not end with ".weight" or ".bias".
+    whole_names: dict[str, str] = field(default_factory=dict)
     # A name in the file -> the function that changes its weight and bias while they are read. If a
     # matrix is quantized, the function gets each of its packed tensors, so it may only move rows.
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
@@ -279,6 +281,32 @@ def granite_fields(fields: Fields) -> dict:
     return shared_fields(fields) | biases(fields) | scales
 
 
+def qwen35_fields(fields: Fields) -> dict:
+    found = shared_fields(fields, own_keys=["partial_rotary_factor", "mrope_section", "mrope_interleaved"])
+    n_layer = found["n_layer"]
+    kinds = fields.take("layer_types", None)
+    interval = fields.take("full_attention_interval", 4)
+    if kinds is None:
+        check_positive_int("full_attention_interval", interval)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(n_layer)]
+    if len(kinds) != n_layer or set(kinds) - {"full_attention", "linear_attention"}:
+        fields.refuse("layer_types", f"must be full_attention or linear_attention for each of {n_layer} layers")
+    if fields.take("attn_output_gate", True) is not True:
+        fields.refuse("attn_output_gate", "is not supported; expected true")
+
+    net = DeltaNet(
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        n_key_head=fields.take("linear_num_key_heads", 16),
+        n_value_head=fields.take("linear_num_value_heads", 32),
+        key_dim=fields.take("linear_key_head_dim", 128),
+        value_dim=fields.take("linear_value_head_dim", 128),
+        conv_width=fields.take("linear_conv_kernel_dim", 4),
+    )
+    found |= attention_bias(fields) | rotated_dimensions(fields, found["head_dim"], default=0.25)
+    return found | QWEN35 | {"delta_net": net if net.layers else None}
+
+
+QWEN35 = {"qk_norm": True, "attention_gate": True, "float32_norms": True}
 OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
 
@@ -374,13 +402,67 @@ def plus_one(config: Config, weight: Tensor) -> Tensor:
 def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
     """Rows of q, k and v for RoPE that rotates (i, i + R/2) in the first R dimensions of each head,
     reordered for ours, which rotates (i, i + E/2)."""
+    heads = tensor.reshape(-1, config.head_dim, tensor[0].numel())  # (H+2K,E,...)
+    rotated = config.n_head + config.n_kv_head
+    return torch.cat([rotated_head(config, heads[:rotated]), heads[rotated:]]).reshape(tensor.shape)
+
+
+def rotated_head(config: Config, tensor: Tensor) -> Tensor:
+    """The dimensions of heads (...,E,C), reordered as in `rotated_pairs`."""
     E = config.head_dim
     R = config.rotary_dim or E
     middle = (E + R) // 2
     order = [*range(R // 2), *range(R, middle), *range(R // 2, R), *range(middle, E)]
-    heads = tensor.reshape(-1, E, *tensor.shape[1:])  # (H+2K,E,...)
-    rotated = config.n_head + config.n_kv_head
-    return torch.cat([heads[:rotated, order], heads[rotated:]]).reshape(tensor.shape)
+    return tensor[..., order, :]
+
+
+def rotated_keys(config: Config, tensor: Tensor) -> Tensor:
+    """Rows of k, or the weight of a norm over a head, reordered as in `rotated_pairs`."""
+    heads = tensor.reshape(-1, config.head_dim, tensor[0].numel())
+    return rotated_head(config, heads).reshape(tensor.shape)
+
+
+def gated_queries(config: Config, tensor: Tensor) -> Tensor:
+    """Rows (H,2,E), with the query and the gate of each head together, reordered to (2,H,E); the
+    dimensions of queries as in `rotated_pairs`."""
+    q, gate = tensor.reshape(config.n_head, 2, config.head_dim, tensor[0].numel()).unbind(1)
+    return torch.cat([rotated_head(config, q), gate]).reshape(tensor.shape)
+
+
+def rotated_norm(config: Config, weight: Tensor) -> Tensor:
+    return rotated_keys(config, plus_one(config, weight))
+
+
+def tiled(config: Config, tensor: Tensor, width: int) -> Tensor:
+    """Rows of value heads, `width` each, of which those of one key head stand together, reordered to
+    ours: value head h belongs to key head h % n."""
+    n = config.delta_net.n_key_head
+    heads = tensor.reshape(n, -1, width, *tensor.shape[1:])
+    return heads.transpose(0, 1).reshape(tensor.shape)
+
+
+def tiled_values(config: Config, tensor: Tensor) -> Tensor:
+    return tiled(config, tensor, config.delta_net.value_dim)
+
+
+def tiled_qkv(config: Config, tensor: Tensor) -> Tensor:
+    """Rows of q, k and v (or channels of their convolution), with the value heads in our order."""
+    keys = 2 * config.delta_net.keys_width
+    return torch.cat([tensor[:keys], tiled_values(config, tensor[keys:])])
+
+
+def tiled_heads(config: Config, tensor: Tensor) -> Tensor:
+    """A row or a number for each value head, in our order."""
+    return tiled(config, tensor, 1)
+
+
+def tiled_columns(config: Config, weight: Tensor) -> Tensor:
+    return tiled_values(config, weight.T).T.contiguous()
+
+
+def tiled_decay(config: Config, logarithm: Tensor) -> Tensor:
+    """The factors of the decays, from the logarithms of their negatives."""
+    return -tiled_heads(config, logarithm).float().exp()
 
 
 PAIRED_GGUF_LAYOUT = replace(GGUF_LAYOUT, folds=dict.fromkeys(("attn_q", "attn_k"), separate_pairs))
@@ -408,6 +490,43 @@ PHI3_GGUF_LAYOUT = replace(
     # ffn_up holds the gate, too.
     names=GGUF_NAMES | {"attention.qkv": ["attn_qkv"], "mlp.gate_up": ["ffn_up"]},
     folds={"attn_qkv": rotated_pairs},
+)
+
+QWEN35_LAYOUT = Layout(
+    LLAMA_NAMES
+    | {
+        "delta_net.inputs": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
+        "delta_net.conv": ["linear_attn.conv1d"],
+        "delta_net.norm": ["linear_attn.norm"],
+        "delta_net.out": ["linear_attn.out_proj"],
+    },
+    "model.layers.",
+    prefixes=MULTIMODAL_PREFIXES,
+    whole_names={"delta_net.decay.weight": "linear_attn.A_log", "delta_net.decay.bias": "linear_attn.dt_bias"},
+    folds=dict.fromkeys(("input_layernorm", "post_attention_layernorm", "model.norm"), plus_one)
+    | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), rotated_norm)
+    | dict.fromkeys(("linear_attn.in_proj_qkv", "linear_attn.conv1d"), tiled_qkv)
+    | dict.fromkeys(("linear_attn.in_proj_b", "linear_attn.in_proj_a", "linear_attn.dt_bias"), tiled_heads)
+    | {
+        "self_attn.q_proj": gated_queries,
+        "self_attn.k_proj": rotated_keys,
+        "linear_attn.in_proj_z": tiled_values,
+        "linear_attn.A_log": tiled_decay,
+        "linear_attn.out_proj": tiled_columns,
+    },
+)
+QWEN35_GGUF_LAYOUT = Layout(
+    GGUF_NAMES
+    | {
+        "delta_net.inputs": ["attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"],
+        "delta_net.conv": ["ssm_conv1d"],
+        "delta_net.norm": ["ssm_norm"],
+        "delta_net.out": ["ssm_out"],
+        "mlp_norm": ["post_attention_norm"],
+    },
+    "blk.",
+    whole_names={"delta_net.decay.weight": "ssm_a", "delta_net.decay.bias": "ssm_dt.bias"},
+    folds={"attn_q": gated_queries} | dict.fromkeys(("attn_k", "attn_q_norm", "attn_k_norm"), rotated_keys),
 )
 
 # ---------------------------------------------------------------- the table
@@ -457,6 +576,18 @@ RECORDS = [
         lambda fields: qwen_fields(fields) | attention_bias(fields) | {"qk_norm": True},
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         gguf_architecture="qwen3",
+    ),
+    Family(
+        "qwen3_5_text",
+        ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
+        qwen35_fields,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768},
+        multimodal="qwen3_5",
+        layout=QWEN35_LAYOUT,
+        gguf_architecture="qwen35",
+        gguf_layout=QWEN35_GGUF_LAYOUT,
+        partial_rotary=True,
+        gguf_fields=lambda config: QWEN35,
     ),
     Family(
         "smollm3",

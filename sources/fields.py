@@ -148,9 +148,10 @@ def sliding_rope(fields: Fields) -> dict:
     return {"sliding_rope_base": float(rope.get("rope_theta", base))}
 
 
-def rotated_dimensions(fields: Fields, head_dim: int) -> dict:
-    """The field of Config for families in which RoPE rotates only a part of each head."""
-    part = fields.take("partial_rotary_factor", None)
+def rotated_dimensions(fields: Fields, head_dim: int, default: float | None = None) -> dict:
+    """The field of Config for families in which RoPE rotates only a part of each head. default: the
+    part where config.json does not say it."""
+    part = fields.take("partial_rotary_factor", default)
     _, rope = rope_fields(fields)
     part = rope.get("partial_rotary_factor", part)
     if part in (None, 1):

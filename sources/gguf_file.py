@@ -17,7 +17,7 @@ import torch
 
 from checkpoint import make_config
 from cli import UserError, and_more, first_line, print_status, printable
-from config import Config, RopeScaling
+from config import Config, DeltaNet, RopeScaling
 from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
@@ -34,7 +34,9 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor
     rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count embedding_scale
-    residual_scale logit_scale"""
+    residual_scale logit_scale ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank
+    ssm.group_count full_attention_interval attention.recurrent_layers rope.dimension_sections
+    nextn_predict_layers"""
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 # Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -171,6 +173,7 @@ class GgufFile:
 
     def _config(self) -> Config:
         shapes = self.shapes()
+        kinds = {name.split(".", 2)[-1] for name in shapes}  # blk.0.attn_q.bias: attn_q.bias
         n_head = self.per_layer("attention.head_count")
         dim = self.hyper("embedding_length")
         head_dim = self.hyper("attention.key_length", dim // n_head)
@@ -185,7 +188,7 @@ class GgufFile:
         scaling, context = self.rope()
         config = make_config(
             self.path,
-            n_layer=self.hyper("block_count"),
+            n_layer=self.n_layer,
             n_head=n_head,
             n_kv_head=self.per_layer("attention.head_count_kv", n_head),
             head_dim=head_dim,
@@ -200,10 +203,11 @@ class GgufFile:
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             query_scale_beta=self.nonzero("attention.temperature_scale", None),
             tied_embeddings="output.weight" not in shapes,
-            qkv_bias="blk.0.attn_q.bias" in shapes,
-            out_bias="blk.0.attn_output.bias" in shapes,
-            mlp_bias="blk.0.ffn_down.bias" in shapes,
-            qk_norm="blk.0.attn_q_norm.weight" in shapes,
+            qkv_bias="attn_q.bias" in kinds,
+            out_bias="attn_output.bias" in kinds,
+            mlp_bias="ffn_down.bias" in kinds,
+            qk_norm="attn_q_norm.weight" in kinds,
+            delta_net=self.delta_net(),
             sliding_window=self.nonzero("attention.sliding_window", None),
             sliding_layers=self.sliding_layers(),
             sliding_rope_base=self.nonzero("rope.freq_base_swa", None),
@@ -213,6 +217,39 @@ class GgufFile:
             logits_scale=1 / self.nonzero("logit_scale", 1.0),
         )
         return dataclasses.replace(config, **self.family.gguf_fields(config))
+
+    @property
+    def n_layer(self) -> int:
+        """The layers of the model. The file may have more, which only draft tokens (mtp)."""
+        return self.hyper("block_count") - self.hyper("nextn_predict_layers", 0)
+
+    def is_of_draft_layer(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer that only drafts tokens."""
+        layer = name.removeprefix("blk.").partition(".")[0]
+        return name.startswith("blk.") and layer.isdecimal() and int(layer) >= self.n_layer
+
+    def delta_net(self) -> DeltaNet | None:
+        """The sizes of the gated delta nets, which are in all layers but every fourth, unless the
+        file says otherwise."""
+        if self.hyper("ssm.inner_size", None) is None:
+            return None
+        interval = self.hyper("full_attention_interval", 4)
+        usual = [(i + 1) % interval > 0 for i in range(self.n_layer)]
+        are_recurrent = self.hyper("attention.recurrent_layers", usual)
+        if not isinstance(are_recurrent, list) or len(are_recurrent) < self.n_layer:
+            self.refuse("attention.recurrent_layers", f"does not have a value for each of {self.n_layer} layers")
+        layers = tuple(i for i in range(self.n_layer) if are_recurrent[i])
+        if not layers:
+            return None
+        n_value_head = self.hyper("ssm.time_step_rank")
+        return DeltaNet(
+            layers=layers,
+            n_key_head=self.hyper("ssm.group_count"),
+            n_value_head=n_value_head,
+            key_dim=self.hyper("ssm.state_size"),
+            value_dim=self.hyper("ssm.inner_size") // n_value_head,
+            conv_width=self.hyper("ssm.conv_kernel"),
+        )
 
     def sliding_layers(self) -> tuple[int, ...] | None:
         """The layers with a sliding window; None if the file does not say which.

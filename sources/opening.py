@@ -24,7 +24,7 @@ from sources.hf_directory import HfFiles, hf_family, hf_tokenizer_files, vocabul
 from sources.names import find_model
 
 # Tensors of multimodal models that are left out.
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "visual.")
 # A file with one of these suffixes stands for its directory.
 WEIGHTS_FILES = (".safetensors", ".bin", ".pth", ".pt", ".json")
 PIECE = 1 << 22  # tensors of different dtypes are compared by this many elements at a time
@@ -88,6 +88,8 @@ def open_hf(directory: Path) -> Checkpoint:
             return True
         if family.multimodal is not None and name.removeprefix("model.").startswith(OTHER_MODALITIES):
             return True
+        if name.startswith("mtp."):  # a layer that only drafts tokens
+            return True
         return name.endswith("rotary_emb.inv_freq")  # old checkpoints contain the RoPE table
 
     def open_weights() -> AssembledWeights:
@@ -137,8 +139,12 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
     file = GgufFile(path)
     config = file.config()
     layout = file.family.gguf_layout
-    # The values of RoPE's tensors are in the Config.
-    weights = AssembledWeights(path, file, config, layout, lambda name: name in ROPE_TENSORS)
+
+    def unneeded(name: str) -> bool:
+        # The values of RoPE's tensors are in the Config.
+        return name in ROPE_TENSORS or file.is_of_draft_layer(name)
+
+    weights = AssembledWeights(path, file, config, layout, unneeded)
     quantization = None
     if not dequantize:
         names = [name for name, _ in matrices(empty_model(config))]

@@ -37,6 +37,7 @@ from checkpoint import DTYPES, Checkpoint, check_memory
 from cli import ArgumentParser, UserError, number, run_command
 from generate import token_ids
 from load import load_model, open_checkpoint
+from model import state_bytes
 
 # Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for
 # its input. A family with other names in transformers needs them here.
@@ -212,7 +213,7 @@ def main(argv=None) -> int:
     checkpoint = open_checkpoint(args.checkpoint, dequantize=True)
     dtype = DTYPES[args.dtype]
     ids = choose_ids(args, checkpoint)
-    check_memory(checkpoint.config, "cpu", dtype, len(ids) + 8)
+    check_memory(checkpoint.config, "cpu", dtype, state_bytes(checkpoint.config, 1, len(ids), dtype))
     ours = run_ours(checkpoint, ids, dtype)
     is_same = compare(ours, run_source(source, ids, dtype), args.tolerance)
     return 0 if is_same else 1

@@ -71,6 +71,7 @@ GRANITE = transformers.GraniteConfig
 OLMO2 = transformers.Olmo2Config
 OLMO3 = transformers.Olmo3Config
 MINISTRAL3 = transformers.Ministral3Config
+QWEN35 = transformers.Qwen3_5TextConfig
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -158,6 +159,17 @@ TINY = {
         OLMO3, 72, 4, 2, 54, 4, False, {"sliding_window": 6, "rope_parameters": by_kind(**YARN_SET),
                                         "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
+    "qwen35-grouped": (
+        QWEN35, 52, 4, 2, 70, 5, True, {"head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+                                        "linear_key_head_dim": 10, "linear_value_head_dim": 14},
+    ),
+    "qwen35-wide": (
+        QWEN35, 46, 3, 1, 58, 3, False, {"head_dim": 16, "linear_num_key_heads": 5, "linear_num_value_heads": 5,
+                                         "linear_key_head_dim": 22, "linear_value_head_dim": 17,
+                                         "linear_conv_kernel_dim": 3, "attention_bias": True,
+                                         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                                         "rope_parameters": YARN_SET | {"partial_rotary_factor": 0.75}},
+    ),
     "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
     "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),
     "bloom-8": (BLOOM, 56, 8, 8, 224, 2, True, {"layer_norm_epsilon": 1e-3}),
@@ -198,8 +210,12 @@ def save_random(config, directory: Path, seed: int, **save):
         for key, weight in model.named_parameters():
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
-            if is_norm and not kind.startswith("gemma"):  # Gemma's norms add 1 themselves
+            # Norms of Gemma and Qwen3.5 add 1 themselves, but for that in a gated delta net.
+            adds_one = kind.startswith(("gemma", "qwen3_5")) and not key.endswith("linear_attn.norm.weight")
+            if is_norm and not adds_one:
                 weight += 1
+            if key.endswith("dt_bias"):  # the state then remembers some tens of tokens
+                weight -= 3
             if kind.startswith("olmo") and "embed_tokens" in key:  # OLMo's blocks add large numbers
                 weight *= 8
     model.save_pretrained(directory, **save)

@@ -38,8 +38,20 @@ POST_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 OTHER_NAMES = {"gemma3_text": POST_NORMS, "olmo2": POST_NORMS, "olmo3": POST_NORMS}
+OTHER_NAMES["qwen3_5_text"] = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn": "ssm",
+}
 OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
+ARCHITECTURES["qwen3_5_text"] = "qwen35"
 PAIRED = ("llama", "smollm3", "granite", "mistral3")  # architectures that need pair_rows
 SCALES = {
     "embedding_multiplier": "embedding_scale",
@@ -77,6 +89,17 @@ def family_fields(config):
         extension = config.max_position_embeddings / context
         fields["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(extension) / math.log(context))
 
+    if config.model_type == "qwen3_5_text":
+        fields |= {
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+            "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+            "full_attention_interval": 4,
+            "rope.dimension_sections": [11, 11, 10, 0],
+        }
     if sliding is not None:
         fields["attention.sliding_window"] = config.sliding_window
         fields["rope.freq_base_swa"] = sliding["rope_theta"]
@@ -127,7 +150,8 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     for name, array in state.items():
         if array is None:
             continue
-        kind = quantize(name) if quantize and array.ndim == 2 else None
+        is_matrix = array.ndim == 2 and "conv1d" not in name
+        kind = quantize(name) if quantize and is_matrix else None
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array))
         else:
@@ -165,14 +189,42 @@ def model_tensors(model, family):
         last = stem.split(".")[-1]
         if family == "gemma3" and stem.endswith("norm"):
             array = array + 1
+        if family == "qwen35":
+            array = qwen35_array(config, stem, kind, array)
         if family in PAIRED and last in heads:
             array = pair_rows(array, heads[last])
         if stem.startswith("model.layers."):
             _, _, layer, inner = stem.split(".", 3)
-            state[f"blk.{layer}.{names[inner]}.{kind}"] = array
+            ending = {"A_log": "_a", "dt_bias": "_dt.bias"}.get(kind, f".{kind}")
+            state[f"blk.{layer}.{names[inner]}{ending}"] = array
         else:
             state[f"{names[stem]}.{kind}"] = array
     return state
+
+
+def qwen35_array(config, stem, kind, array):
+    """A tensor of Qwen3.5: norms hold the 1 that they add, and value heads stand in another order."""
+    inner = stem.partition("linear_attn")[2]
+    if stem.endswith("norm") and not inner:
+        return array + 1
+    if "linear_attn" not in stem or inner == ".norm":
+        return array
+    if kind == "A_log":
+        array = -np.exp(array)
+
+    n = config.linear_num_key_heads
+    per_key = config.linear_num_value_heads // n
+    width = config.linear_value_head_dim
+    heads = np.arange(n * per_key).reshape(n, per_key).T.flatten()  # of our file, by their number in the model
+    values = (heads[:, None] * width + np.arange(width)).flatten()
+    keys = 2 * n * config.linear_key_head_dim
+    if inner in (".in_proj_qkv", ".conv1d"):
+        return array.squeeze()[np.concatenate([np.arange(keys), keys + values])]
+    if inner == ".in_proj_z":
+        return array[values]
+    if inner == ".out_proj":
+        return array[:, values]
+    return array[heads]
 
 
 def quantized_blocks(array, kind):

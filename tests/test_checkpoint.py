@@ -19,6 +19,7 @@ from checkpoint import available_memory, check_memory, read_config
 from cli import UserError
 from config import Config
 from load import load_model
+from model import state_bytes
 from writer import ShardFile, Writer
 
 
@@ -108,11 +109,11 @@ def test_memory_is_refused_before_loading_with_both_numbers(monkeypatch):
     config = Config(40, 64, 8, 128, 8192, 28672, 128256, 131072)
     monkeypatch.setattr(checkpoint, "available_memory", lambda device: 30_000_000_000)
     with pytest.raises(UserError, match=r"needs 7\d\.\d\d GB .*7\d.\d\d weights, 0.17 KV cache.* 30.00 GB are free"):
-        check_memory(config, "cpu", torch.bfloat16, 1024)
+        check_memory(config, "cpu", torch.bfloat16, state_bytes(config, 1, 1016, torch.bfloat16))
     small = Config(2, 4, 2, 8, 32, 64, 100, 64)
-    check_memory(small, "cpu", torch.float32, 64)
+    check_memory(small, "cpu", torch.float32, 10**6)
     with pytest.raises(UserError, match="KV cache"):
-        check_memory(small, "cpu", torch.float32, 10**10)
+        check_memory(small, "cpu", torch.float32, 10**14)
 
 
 def test_available_memory_is_plausible():

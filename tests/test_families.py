@@ -20,6 +20,7 @@ from conftest import (
     OLMO2,
     OLMO3,
     PHI3,
+    QWEN35,
     ROOT,
     SCALED_QUERIES,
     SHORT_CONTEXT,
@@ -99,13 +100,31 @@ def random_member(family: str, seed: int, wide: bool = False):
         more = {"llama_4_scaling_beta": rng.uniform(0.1, 1.0), "original_max_position_embeddings": rng.randint(9, 70)}
         rope = SCALED_QUERIES | more | {"mscale_all_dim": rng.choice([0.6, 1.0])}
         return MINISTRAL3(**sizes, head_dim=E, rope_parameters=rope)
+    if family == "qwen35":
+        E = 32 if wide else rng.choice([16, 24])
+        rope = rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 2e4}])
+        sizes["head_dim"] = E
+        return QWEN35(**sizes, **delta_net(rng, layers, wide), rope_parameters=rope | {"partial_rotary_factor": 0.25})
     if family != "olmo3":
         raise ValueError(f"no random members of the family {family}")
     rope = by_kind(**rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
     return OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
 
 
-FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3")
+def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
+    """The fields of Qwen3.5 about gated delta nets. There is at least one, and a layer with attention: without it
+    transformers does not generate."""
+    n, dk, dv = (2, 32, 32) if wide else (rng.randint(1, 4), rng.randint(5, 20), rng.randint(5, 24))
+    fields = {"linear_num_key_heads": n, "linear_num_value_heads": n * rng.randint(1, 3)}
+    fields |= {"linear_key_head_dim": dk, "linear_value_head_dim": dv, "linear_conv_kernel_dim": rng.randint(2, 5)}
+    if rng.random() < 0.5:
+        return fields | {"full_attention_interval": rng.randint(2, min(4, layers))}
+    both = ["linear_attention", "full_attention"]
+    kinds = both + rng.choices(both, k=layers - 2)
+    return fields | {"layer_types": rng.sample(kinds, layers)}
+
+
+FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3", "qwen35")
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +200,7 @@ def test_a_family_in_combination(member, family, how):
 
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
+FORMATS["qwen35"] = "int4"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,6 +265,7 @@ MULTIMODAL = {
     "mistral": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "gemma3_text": (transformers.Gemma3Config, {"model_type": "siglip_vision_model"}),
+    "qwen3_5_text": (transformers.Qwen3_5Config, {"model_type": "qwen3_5"}),
 }
 
 
@@ -258,7 +279,7 @@ def save_multimodal(name, directory):
     return save_random(kind(**ours), directory, seed=5)
 
 
-@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-window", "gemma3-untied"])
+@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-window", "gemma3-untied", "qwen35-grouped"])
 def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
     oracle = save_multimodal(name, tmp_path)
     [prompt] = random_prompts((41,), seed=4)

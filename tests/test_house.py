@@ -12,7 +12,7 @@ import cli
 
 # Each file may import only files above it. Only main() may import what its own command needs.
 ORDER = """
-    cli config kernels positions layers model sampling formats
+    cli config kernels positions layers recurrent model sampling formats
     cpu.memory cpu.threads cpu.build cpu.layers cpu.install kernels_triton tp
     tokenizer checkpoint writer ranks grammar
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
@@ -35,6 +35,7 @@ OPTIONAL = [
     "tp ranks",
     "cpu",
     "kernels_triton",
+    "recurrent",
     "serve server grammar",
     "evaluate",
     "training",

@@ -158,7 +158,7 @@ def test_a_row_goes_on_from_the_cache_of_another(tiny_model):
     assert model.device.type == "cpu"
     model(tokens, positions(2, 30), torch.tensor([3, 1]))
     before = [(block.attention.cache.k.clone(), block.attention.cache.v.clone()) for block in model.blocks]
-    model.copy_cache(3, 1, 19)
+    model.reuse(3, 1, 19)
     for block, caches in zip(model.blocks, before):
         for cache, old in zip((block.attention.cache.k, block.attention.cache.v), caches):
             old[1, :, :19] = old[3, :, :19]

@@ -21,7 +21,7 @@ from tp_worker import PROMPTS, outcome
 
 from checkpoint import empty_model, open_directory
 from cli import UserError
-from config import Config, RopeScaling
+from config import Config, DeltaNet, RopeScaling
 from drafts.loading import Drafts
 from engine import SingleProcess
 from formats import Quantization, quantize_model
@@ -167,7 +167,10 @@ def test_a_rank_has_its_share_of_the_bytes(mode, tied):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_slices_make_up_the_whole(ranks, bits):
     """Every element is in the slice of exactly one rank, except for tensors that the table puts on all ranks."""
-    config = Config(2, 12, 12, 16, 40, 12 * 32, 131, 64, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    config = Config(
+        3, 12, 12, 16, 40, 12 * 32, 131, 64, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
+        attention_gate=True, delta_net=DeltaNet((0, 2), 12, 36, 10, 14),
+    )  # fmt: skip
     quantization = bits and Quantization(f"int{bits}", 0, f"int{bits}")
     whole = empty_model(config, quantization).state_dict()
     seen = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in whole.items()}
@@ -175,8 +178,10 @@ def test_slices_make_up_the_whole(ranks, bits):
         model = empty_model(config, quantization)
         for name, part in Shard(rank, ranks).fit(model).slices(model).items():
             for rows in part.rows:
-                columns = slice(None) if part.columns is None else slice(part.columns.start, part.columns.stop)
-                seen[name][(slice(rows.start, rows.stop), *[columns] * (part.columns is not None))] += 1
+                if part.columns is None:
+                    seen[name][rows.start : rows.stop] += 1
+                for columns in part.columns or ():
+                    seen[name][rows.start : rows.stop, columns.start : columns.stop] += 1
     for name, counts in seen.items():
         how = split_of(name.rpartition(".")[0])[0]
         on_all = how == "whole" or (how.startswith("from") and name.endswith(("scales", "mins")))  # one group per row

@@ -1,0 +1,325 @@
+"""Layers that remember a row in a state of fixed size, in the place of keys and values.
+
+Read down: GatedDeltaNet, the layer (Qwen3.5); its convolution and its decay; DeltaState, what it
+remembers; Snapshots, the copies of states from which later prompts go on. docs/hybrid.md explains
+the delta rule. The rule itself is kernels.gated_delta. A model without such layers needs nothing of
+this file.
+
+Shapes are explained in model.py. n key heads of width dk have the queries and keys, m value heads
+of width dv the values.
+
+Sources: gated delta nets (arXiv:2412.06464), Qwen3-Next and Qwen3.5.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import Config, DeltaNet
+from kernels import DELTA_WINDOW, MAX_DECODE_TOKENS, gated_delta
+from layers import Linear, RMSNorm, empty_parameter
+
+L2_EPS = 1e-6  # added to the squared length of queries and keys
+SNAPSHOT_INTERVAL = 1024  # tokens between two snapshots of a long prompt
+SNAPSHOTS_PER_ROW = 4  # the memory for snapshots is at least enough for this many
+
+# ---------------------------------------------------------------- the layer
+
+
+class GatedDeltaNet(nn.Module):
+    """A gated delta net (arXiv:2412.06464): like attention, but with a matrix for each value head as
+    the only memory of earlier tokens."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        net = config.delta_net
+        self.net = net
+        # Rows: queries, keys, values, the gate of the output, beta and the decay's input of each value head
+        width = net.conv_channels + net.values_width + 2 * net.n_value_head
+        self.inputs = Linear(config.dim, width, bias=False)
+        self.conv = Convolution(net.conv_channels, net.conv_width)
+        self.decay = Decay(net.n_value_head)
+        self.norm = RMSNorm(net.value_dim, config.norm_eps)  # of each value head's output
+        self.out = Linear(net.values_width, config.dim, bias=False)
+        self.state = DeltaState(net)
+
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+        net = self.net
+        B, S, _ = x.shape
+        widths = [net.conv_channels, net.values_width, net.n_value_head, net.n_value_head]
+        mixed, gate, beta, step = self.inputs(x).split(widths, dim=2)
+
+        mixed = F.silu(self.conv(mixed, self.state, input_pos, rows))  # float32
+        q, k, v = mixed.split([net.keys_width, net.keys_width, net.values_width], dim=2)
+        q = unit_length(q.reshape(B, S, net.n_key_head, net.key_dim)) * net.key_dim**-0.5
+        k = unit_length(k.reshape(B, S, net.n_key_head, net.key_dim))
+        v = v.reshape(B, S, net.n_value_head, net.value_dim)
+
+        log_decay = self.decay(step)  # (B,S,m)
+        y = gated_delta(q, k, v, log_decay, beta.float().sigmoid(), self.state, input_pos, rows)  # (B,S,m,dv)
+        y = self.norm(y) * F.silu(gate.float()).view(y.shape)
+        return self.out(y.flatten(2).to(x.dtype))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x (...,n) divided by its length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+class Convolution(nn.Module):
+    """A causal convolution over the latest tokens, for each channel by itself."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = empty_parameter(channels, width)  # float32; the last column is for the token itself
+        self.width = width
+
+    def forward(self, x: Tensor, state: "DeltaState", input_pos: Tensor, rows: Tensor | None) -> Tensor:
+        """x (B,S,channels) to (B,S,channels) float32. Before the first position there are zeros."""
+        S = x.shape[1]
+        if S <= MAX_DECODE_TOKENS:  # several batch rows may have tokens of the same row: all are written first
+            state.write_tail(x, input_pos, rows)
+        tail = state.read_tail(input_pos[:, 0], rows).to(x.dtype)  # (B,width-1,channels)
+        if S > MAX_DECODE_TOKENS:  # the new tokens may be more than the tail can hold
+            state.write_tail(x, input_pos, rows)
+
+        x = torch.cat([tail, x], dim=1).float()
+        return sum(x[:, i : i + S] * self.weight[:, i] for i in range(self.width))
+
+
+class Decay(nn.Module):
+    """The logarithm of the factor by which a value head's matrix shrinks with a token."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = empty_parameter(heads)  # float32, below 0
+        self.bias = empty_parameter(heads)  # float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (...,m) to (...,m) float32."""
+        return self.weight * F.softplus(x.float() + self.bias)
+
+
+# ---------------------------------------------------------------- what the layer remembers
+
+
+class DeltaState(nn.Module):
+    """The state of one gated delta net: R rows. It has the interface of model.KVCache.
+
+    matrix (R,m,dk,dv): each row's tokens before position base (R,). keys (R,W,n,dk), deltas
+    (R,W,m,dv) and decays (R,W,m): the updates of the W = DELTA_WINDOW tokens from there on, which
+    the next pass adds as far as their tokens were accepted (kernels.gated_delta). All are float32.
+    tail (R,W+width,channels): the latest inputs of the convolution, each at its position modulo
+    W + width - 1; padding writes to the last slot.
+    """
+
+    def __init__(self, net: DeltaNet):
+        super().__init__()
+        self.net = net
+
+    def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
+        """Make the states of R rows, of any number T of positions. zeros(shape, dtype=...) makes the
+        tensors. dtype: that of the convolution's inputs."""
+        net = self.net
+        n = net.n_key_head
+        m = net.n_value_head
+        shapes = {
+            "matrix": (R, m, net.key_dim, net.value_dim),
+            "keys": (R, DELTA_WINDOW, n, net.key_dim),
+            "deltas": (R, DELTA_WINDOW, m, net.value_dim),
+            "decays": (R, DELTA_WINDOW, m),
+        }
+        for name, shape in shapes.items():
+            self.register_buffer(name, zeros(shape, dtype=torch.float32), persistent=False)
+        tail = zeros((R, DELTA_WINDOW + net.conv_width, net.conv_channels), dtype=dtype)
+        self.register_buffer("tail", tail, persistent=False)
+        self.register_buffer("base", zeros((R,), dtype=torch.int64), persistent=False)
+
+    @property
+    def tail_size(self) -> int:
+        """How many of a row's latest inputs of the convolution are kept."""
+        return self.tail.shape[1] - 1
+
+    def write_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None):
+        """Keep the inputs x (B,S,channels) of the convolution at positions (B,S) of rows (B,)."""
+        if rows is None:
+            rows = torch.arange(len(x), device=x.device)
+        size = self.tail_size
+        newest = input_pos.amax(1, keepdim=True)  # (B,1)
+        is_kept = (input_pos >= 0) & (input_pos > newest - size)
+        slots = torch.where(is_kept, input_pos % size, size)
+        self.tail[rows[:, None], slots] = x.to(self.tail.dtype)
+
+    def read_tail(self, first: Tensor, rows: Tensor | None) -> Tensor:
+        """The inputs of the convolution (B,width-1,channels) before positions `first` (B,)."""
+        if rows is None:
+            rows = torch.arange(len(first), device=first.device)
+        back = torch.arange(1 - self.net.conv_width, 0, device=first.device)
+        positions = first[:, None] + back  # (B,width-1)
+        found = self.tail[rows[:, None], positions % self.tail_size]
+        return torch.where((positions >= 0)[..., None], found, 0)
+
+    def nbytes(self, R: int, T: int, dtype: torch.dtype) -> int:
+        """The bytes that `allocate` takes."""
+        return R * row_bytes(self.net, dtype)
+
+    def copy(self, source_row: int, target_row: int, n: int):
+        """Copy the state of one row to another."""
+        if source_row == target_row or n == 0:  # position 0 begins with zeros
+            return
+        for tensor in (self.matrix, self.base, self.keys, self.deltas, self.decays, self.tail):
+            tensor[target_row] = tensor[source_row]
+
+    # ------------------------------------------------------------ snapshots
+
+    def allocate_snapshots(self, slots: int):
+        """Make room for this many snapshots: a row's matrix, and the tail before its base."""
+        matrices = self.matrix.new_zeros(slots, *self.matrix.shape[1:])
+        tails = self.tail.new_zeros(slots, self.net.conv_width - 1, self.net.conv_channels)
+        self.register_buffer("saved_matrix", matrices, persistent=False)
+        self.register_buffer("saved_tail", tails, persistent=False)
+
+    def save(self, row: int, slot: int):
+        """Copy the state of a row at its base to a slot."""
+        self.saved_matrix[slot] = self.matrix[row]
+        self.saved_tail[slot] = self.read_tail(self.base[row : row + 1], self.base.new_tensor([row]))[0]
+
+    def restore(self, slot: int, row: int, position: int):
+        """Give a row the state that was saved at this position."""
+        self.matrix[row] = self.saved_matrix[slot]
+        self.base[row] = position
+        positions = torch.arange(position - self.net.conv_width + 1, position, device=self.base.device)
+        self.tail[row, positions % self.tail_size] = self.saved_tail[slot]
+
+
+def row_bytes(net: DeltaNet, dtype: torch.dtype) -> int:
+    """The bytes of a row's state in one layer."""
+    updates = net.keys_width + net.values_width + net.n_value_head
+    floats = net.n_value_head * net.key_dim * net.value_dim + DELTA_WINDOW * updates
+    tail = (DELTA_WINDOW + net.conv_width) * net.conv_channels
+    return 4 * floats + tail * dtype.itemsize + 8
+
+
+def snapshot_bytes(net: DeltaNet, dtype: torch.dtype) -> int:
+    """The bytes of a snapshot of one layer."""
+    tail = (net.conv_width - 1) * net.conv_channels
+    return 4 * net.n_value_head * net.key_dim * net.value_dim + tail * dtype.itemsize
+
+
+def snapshot_slots(net: DeltaNet, rows: int, kv_bytes: int, dtype: torch.dtype, limit: int | None) -> int:
+    """How many snapshots are kept.
+
+    limit: the bytes for them, in all layers. By default as many bytes as the keys and values of all
+    rows have, but at least enough for SNAPSHOTS_PER_ROW snapshots of each row.
+    """
+    size = len(net.layers) * snapshot_bytes(net, dtype)
+    if limit is None:
+        limit = max(kv_bytes, SNAPSHOTS_PER_ROW * rows * size)
+    return limit // size
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A copy of all layers' states of a row, at a position."""
+
+    position: int
+    slot: int
+    is_turn: bool  # a turn of a conversation ends about here
+    last_used: int  # a count of the uses of all snapshots
+
+
+class Snapshots:
+    """The snapshots of a model's recurrent states.
+
+    Keys and values can be cut at any position, but a state holds all tokens up to its base. So
+    copies of it are kept: near the end of each prompt, where an answer ended, and every
+    SNAPSHOT_INTERVAL tokens of a long prompt. A snapshot holds no keys and values: these are in the
+    rows. So each row has a list of the snapshots for its tokens. A snapshot may be in several lists,
+    because rows are copied, and its slot is free when it is in none. If no slot is free, the least
+    recently used snapshot goes, those within long prompts first.
+
+    All ranks of a split model make the same decisions, because they get the same calls.
+    """
+
+    def __init__(self, states: list[DeltaState], slots: int, rows: int):
+        self.states = states
+        self.rows: list[list[Snapshot]] = [[] for _ in range(rows)]  # of each row
+        self.free = list(range(slots))
+        self.uses = 0
+        for state in states:
+            state.allocate_snapshots(slots)
+
+    def restorable(self, row: int, n: int) -> int:
+        """The largest m <= n to which a row can go back."""
+        if n == 0 or self._base(row) <= n:
+            return n
+        snapshot = self._latest(row, n)
+        return 0 if snapshot is None else snapshot.position
+
+    def reuse(self, source: int, target: int, n: int):
+        """Give the target row the first n positions of the source row, which may be the same. The
+        states of all layers have been copied."""
+        shared = [snapshot for snapshot in self.rows[source] if snapshot.position <= n]
+        snapshot = self._latest(source, n)
+        if snapshot is not None:
+            self._use(snapshot)
+        if n > 0 and self._base(source) > n:
+            for state in self.states:
+                state.restore(snapshot.slot, target, n)
+        self._replace(target, shared)
+        if n > 0:
+            self.offer(target, is_turn=True)
+
+    def offer(self, row: int, is_turn: bool):
+        """Take a snapshot of a row at its base, unless there is one not far before it."""
+        position = self._base(row)
+        distance = DELTA_WINDOW if is_turn else SNAPSHOT_INTERVAL
+        before = self._latest(row, position)
+        if position - (0 if before is None else before.position) < distance:
+            return
+        slot = self._take_slot()
+        if slot is None:
+            return
+        for state in self.states:
+            state.save(row, slot)
+        snapshot = Snapshot(position, slot, is_turn, 0)
+        self._use(snapshot)
+        self.rows[row].append(snapshot)
+
+    def clear(self, row: int):
+        """Forget the snapshots of a row."""
+        self._replace(row, [])
+
+    def _base(self, row: int) -> int:
+        return int(self.states[0].base[row])
+
+    def _latest(self, row: int, n: int) -> Snapshot | None:
+        """The last snapshot of a row at a position of at most n."""
+        before = [snapshot for snapshot in self.rows[row] if snapshot.position <= n]
+        return max(before, key=lambda snapshot: snapshot.position, default=None)
+
+    def _use(self, snapshot: Snapshot):
+        self.uses += 1
+        snapshot.last_used = self.uses
+
+    def _replace(self, row: int, snapshots: list[Snapshot]):
+        """Give a row another list, and free the slots of snapshots that are in no list any more."""
+        dropped = self.rows[row]
+        self.rows[row] = snapshots
+        for snapshot in dropped:
+            if not any(snapshot in others for others in self.rows):
+                self.free.append(snapshot.slot)
+
+    def _take_slot(self) -> int | None:
+        """A free slot; if there is none, that of the snapshot that is worth least."""
+        if not self.free:
+            held = {snapshot for snapshots in self.rows for snapshot in snapshots}
+            if not held:  # there is no memory for any
+                return None
+            least = min(held, key=lambda snapshot: (snapshot.is_turn, snapshot.last_used))
+            for row, snapshots in enumerate(self.rows):
+                self._replace(row, [snapshot for snapshot in snapshots if snapshot is not least])
+        return self.free.pop()

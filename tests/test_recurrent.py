@@ -1,0 +1,330 @@
+"""The gated delta rule, the states of its layers, and the snapshots from which later prompts go on."""
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import only_torch, random_prompts, save_random, tiny_config
+
+from config import DeltaNet
+from cpu.build import load_kernels
+from engine import Engine, EngineOptions, Request, generate
+from kernels import DELTA_WINDOW, delta_chunks, delta_tokens, gated_delta, has_kernel
+from load import load_model
+from recurrent import DeltaState, Snapshots, snapshot_slots
+from sampling import SamplingParams
+from sources.opening import open_hf
+
+NET = DeltaNet(layers=(0,), n_key_head=3, n_value_head=6, key_dim=10, value_dim=21, conv_width=4)
+WIDE = DeltaNet(layers=(0,), n_key_head=2, n_value_head=2, key_dim=48, value_dim=144, conv_width=3)
+NEAR = 1e-5  # float32 sums in another order
+IMPLEMENTATIONS = {"torch": only_torch, "kernels": nullcontext}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    """Runs a test with gated_delta's reference, and with the kernel."""
+    if request.param == "kernels":
+        need_kernels()
+    with IMPLEMENTATIONS[request.param]():
+        yield
+
+
+def need_kernels():
+    if not load_kernels() or not has_kernel("gated_delta", CPU):
+        pytest.skip("no kernels for this machine")
+
+
+def new_state(net, R):
+    state = DeltaState(net)
+    state.allocate(R, 100, torch.zeros, torch.float32)
+    return state
+
+
+def tokens_of(net, B, S, seed=0):
+    """Random q, k, v, log_decay and beta of a pass."""
+    generator = torch.Generator().manual_seed(seed)
+    n, m = net.n_key_head, net.n_value_head
+    shapes = [(n, net.key_dim), (n, net.key_dim), (m, net.value_dim), (m,), (m,)]
+    q, k, v, decay, beta = [torch.randn(B, S, *shape, generator=generator) for shape in shapes]
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return q, k, v, -0.2 * decay.square(), beta.sigmoid()
+
+
+def outputs(net, tokens):
+    """What the specification gives for rows (B,S) from position 0 on."""
+    repeats = net.n_value_head // net.n_key_head
+    rows = []
+    for q, k, v, log_decay, beta in zip(*tokens):
+        zeros = torch.zeros(net.n_value_head, net.key_dim, net.value_dim)
+        rows.append(delta_tokens(zeros, q.repeat(1, repeats, 1), k.repeat(1, repeats, 1), v, log_decay, beta)[0])
+    return torch.stack(rows)
+
+
+def run(state, tokens, columns, positions=None, rows=None):
+    """gated_delta over some columns of these tokens (B,S)."""
+    part = [x[:, columns] for x in tokens]
+    if positions is None:
+        positions = torch.arange(columns.start, columns.stop).expand(len(tokens[0]), -1)
+    return gated_delta(*part, state, positions, rows)
+
+
+@pytest.mark.parametrize("net", [NET, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("S", [1, 16, 17, 63, 64, 65, 200])
+def test_chunks_equal_tokens(net, S):
+    repeats = net.n_value_head // net.n_key_head
+    q, k, v, log_decay, beta = [x[0] for x in tokens_of(net, 1, S, seed=S)]
+    arguments = (q.repeat(1, repeats, 1), k.repeat(1, repeats, 1), v, log_decay, beta)
+    M = torch.randn(net.n_value_head, net.key_dim, net.value_dim)
+    for one, other in zip(delta_tokens(M, *arguments), delta_chunks(M, *arguments)):
+        torch.testing.assert_close(one, other, rtol=NEAR, atol=20 * NEAR)
+
+
+@pytest.mark.parametrize("net", [NET, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("S", [1, 2, 15, 16, 17, 18, 40, 90])
+def test_a_pass_from_the_start(implementation, net, S):
+    tokens = tokens_of(net, 2, S, seed=S)
+    state = new_state(net, 3)
+    state.matrix.fill_(torch.nan)  # of an earlier request
+    rows = torch.tensor([2, 0])
+    y = run(state, tokens, slice(0, S), rows=rows)
+    torch.testing.assert_close(y, outputs(net, tokens), rtol=NEAR, atol=20 * NEAR)
+    assert state.base.tolist() == [max(0, S - DELTA_WINDOW), 0, max(0, S - DELTA_WINDOW)]
+    assert state.matrix[1].isnan().all(), "the other row is left alone"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafted_tokens_are_taken_back(implementation, seed):
+    """Passes of all lengths, after each of which some of the last tokens are rejected and then read again."""
+    choose = random.Random(seed)
+    S = 120
+    tokens = tokens_of(NET, 1, S, seed)
+    wrong = tokens_of(NET, 1, S, seed + 1000)
+    expected = outputs(NET, tokens)
+    state = new_state(NET, 2)
+    rows = torch.tensor([1])
+    done = 0
+    while done < S:
+        count = min(S - done, choose.choice([1, 1, 2, 5, 16, 17, 33]))
+        kept = choose.randint(max(1, count - DELTA_WINDOW), count)
+        mixed = [torch.cat([a[:, : done + kept], b[:, done + kept :]], 1) for a, b in zip(tokens, wrong)]
+        y = run(state, mixed, slice(done, done + count), rows=rows)
+        torch.testing.assert_close(y[:, :kept], expected[:, done : done + kept], rtol=NEAR, atol=30 * NEAR)
+        done += kept
+
+
+def test_a_pass_that_is_repeated_gives_the_same(implementation):
+    tokens = tokens_of(NET, 1, 40)
+    state = new_state(NET, 1)
+    run(state, tokens, slice(0, 30))
+    for columns in (slice(25, 33), slice(33, 34)):
+        first = run(state, tokens, columns)
+        stored = [buffer.clone() for buffer in state.buffers()]
+        assert torch.equal(run(state, tokens, columns), first)
+        assert all(map(torch.equal, stored, state.buffers()))
+
+
+def test_padding_and_separate_tokens_of_a_row(implementation):
+    """Padding names real rows and leaves them alone. The tokens of a row may be batch rows of their own."""
+    tokens = tokens_of(NET, 1, 31)
+    one, other = new_state(NET, 2), new_state(NET, 2)
+    for state in (one, other):
+        run(state, tokens, slice(0, 20), rows=torch.tensor([1]))
+    before = [buffer.clone() for buffer in one.buffers()]
+    nothing = run(one, tokens, slice(20, 23), positions=torch.full((1, 3), -1), rows=torch.tensor([1]))
+    assert nothing.isfinite().all() and all(map(torch.equal, before, one.buffers()))
+
+    expected = run(one, tokens, slice(20, 27), rows=torch.tensor([1]))
+    order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
+    separate = [x[0, 20:27][order][:, None] for x in tokens]
+    y = gated_delta(*separate, other, (20 + order)[:, None], torch.ones(7, dtype=torch.int64))
+    assert torch.equal(y[:, 0], expected[0, order]) and all(map(torch.equal, one.buffers(), other.buffers()))
+
+
+def test_positions_that_cannot_follow_are_refused(implementation):
+    tokens = tokens_of(NET, 1, 60)
+    state = new_state(NET, 1)
+    run(state, tokens, slice(0, 40))
+    for start in (DELTA_WINDOW, 23, 41):
+        with pytest.raises(RuntimeError, match=rf"row 0 cannot go on at position {start}: its state is that of 24"):
+            run(state, tokens, slice(start, start + 2))
+    run(state, tokens, slice(24, 25))
+
+
+@pytest.mark.parametrize("net", [NET, WIDE], ids=["narrow", "wide"])
+def test_bits_of_the_kernel(net):
+    """They depend neither on chunks, nor on threads, nor on the other rows."""
+    need_kernels()
+    S = 77
+    tokens = tokens_of(net, 3, S)
+    expected = run(new_state(net, 3), tokens, slice(0, S))
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            for size in (1, 7, 16, 17, 40, S):
+                state = new_state(net, 3)
+                parts = [run(state, tokens, slice(i, min(i + size, S))) for i in range(0, S, size)]
+                assert torch.equal(torch.cat(parts, 1), expected), (n, size)
+            alone = [x[1:2] for x in tokens]
+            assert torch.equal(run(new_state(net, 1), alone, slice(0, S))[0], expected[1])
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def held(snapshots):
+    return [[snapshot.position for snapshot in row] for row in snapshots.rows]
+
+
+def test_snapshots_of_rows():
+    state = new_state(NET, 3)
+    snapshots = Snapshots([state], 3, rows=3)
+    tokens = tokens_of(NET, 1, 400)
+
+    def read(row, start, stop):
+        run(state, tokens, slice(start, stop), rows=torch.tensor([row]))
+
+    read(0, 0, 100)
+    snapshots.offer(0, is_turn=True)
+    assert held(snapshots) == [[84], [], []]
+    assert [snapshots.restorable(0, n) for n in (0, 83, 84, 99, 100)] == [0, 0, 84, 99, 100]
+    read(0, 100, 130)
+    for position in range(130, 140):
+        read(0, position, position + 1)
+    assert [snapshots.restorable(0, n) for n in (100, 138, 139, 140)] == [84, 84, 139, 140]
+
+    # Another row takes over a part, and shares the snapshot.
+    state.copy(0, 1, 84)
+    snapshots.reuse(0, 1, 84)
+    assert held(snapshots) == [[84], [84], []] and int(state.base[1]) == 84 and len(snapshots.free) == 2
+    read(1, 84, 120)
+
+    # The row itself goes on where its answer has ended: its state there is kept.
+    state.copy(0, 0, 140)
+    snapshots.reuse(0, 0, 140)
+    assert held(snapshots) == [[84, 139], [84], []]
+
+    # Other tokens overwrite a row: its snapshots go, and a slot is free when no row has its snapshot.
+    snapshots.reuse(1, 1, 0)
+    assert held(snapshots) == [[84, 139], [], []] and len(snapshots.free) == 1
+    snapshots.reuse(0, 0, 84)
+    assert held(snapshots) == [[84], [], []] and len(snapshots.free) == 2 and int(state.base[0]) == 84
+
+
+def test_the_snapshot_that_is_worth_least_goes():
+    state = new_state(NET, 4)
+    snapshots = Snapshots([state], 2, rows=4)
+    tokens = tokens_of(NET, 1, 1200)
+    for row, is_turn in ((0, True), (1, False), (2, True)):
+        run(state, tokens, slice(0, 1100), rows=torch.tensor([row]))
+        snapshots.offer(row, is_turn)
+    assert held(snapshots) == [[1084], [], [1084], []], "that in a long prompt goes first"
+    snapshots.reuse(0, 0, 1084)
+    run(state, tokens, slice(0, 1100), rows=torch.tensor([3]))
+    snapshots.offer(3, is_turn=True)
+    assert held(snapshots) == [[1084], [], [], [1084]], "then the least recently used"
+
+    none = Snapshots([new_state(NET, 1)], 0, rows=1)
+    none.offer(0, is_turn=True)
+    assert held(none) == [[]]
+
+
+def test_number_of_snapshots():
+    size = 4 * 6 * 10 * 21 + 3 * (2 * 30 + 126) * 2
+    assert snapshot_slots(NET, 5, 0, torch.bfloat16, None) == 20
+    assert snapshot_slots(NET, 5, 77 * size, torch.bfloat16, None) == 77
+    assert snapshot_slots(NET, 5, 77 * size, torch.bfloat16, 3 * size - 1) == 2
+    assert snapshot_slots(NET, 5, 77 * size, torch.bfloat16, 0) == 0
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load_model(tiny("qwen35-grouped")[2], dtype=torch.float32)
+
+
+def answer(engine, prompt, n, **params):
+    request = Request(list(prompt), SamplingParams(**params), n)
+    generate(engine, [request])
+    return request
+
+
+def test_a_second_turn_reads_little_again(model):
+    """A conversation whose prompts lose their last tokens in the next turn, as those with thoughts do."""
+    engine = Engine(model, 2, 400)
+    [prompt] = random_prompts((120,), seed=3)
+    first = answer(engine, prompt, 30)
+    second = answer(engine, prompt[:-4] + [7, 8, 9], 20)
+    assert len(prompt) - 16 <= second.cached_tokens <= len(prompt) - 4
+    third = answer(engine, second.prompt + second.new_tokens + [5, 6], 5)
+    assert third.cached_tokens == len(second.prompt) + len(second.new_tokens) - 1
+    again = answer(engine, prompt, 30)
+    assert again.new_tokens == first.new_tokens and again.cached_tokens >= len(prompt) - 16
+
+
+def fuzz(model, seed, options=None):
+    """A random schedule: prompts that share prefixes with earlier ones, edits, cancels, several rows. Each answer is
+    that of a fresh engine."""
+    choose = random.Random(seed)
+    limit = choose.choice([None, 0, 40_000, 200_000])
+    engine = Engine(model, choose.choice([1, 2, 3]), 220, options=EngineOptions(snapshot_bytes=limit))
+    finished, texts = [], random_prompts((90, 41, 17, 3), seed=seed)
+    for _ in range(8):
+        batch = []
+        for _ in range(choose.randint(1, 3)):
+            text = choose.choice(texts)
+            cut = choose.choice([len(text), choose.randint(1, len(text)), max(1, len(text) - choose.randint(0, 20))])
+            prompt = text[:cut] + random_prompts((choose.randint(1, 25),), seed=choose.randint(0, 99))[0]
+            params = SamplingParams(temperature=choose.choice([0.0, 0.9]), seed=choose.randint(0, 99))
+            batch.append(Request(prompt[:180], params, choose.randint(0, 12)))
+            engine.add(batch[-1])
+        for _ in range(choose.randint(0, 30)):
+            engine.step()
+        if choose.random() < 0.2:
+            engine.cancel(batch[0])
+        while engine.has_requests:
+            engine.step()
+        finished += batch
+        texts += [request.prompt + request.new_tokens for request in batch]
+    for request in finished:
+        engine = Engine(model, 1, 220)
+        expected = Request(request.prompt, request.params, request.max_new_tokens)
+        generate(engine, [expected])
+        assert request.new_tokens == expected.new_tokens[: len(request.new_tokens)], (seed, request.cached_tokens)
+        assert request.finish_reason == "cancelled" or len(request.new_tokens) == len(expected.new_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_schedules_change_no_token(model, seed):
+    fuzz(model, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", range(4, 504, 50))
+def test_many_schedules_change_no_token(model, start):
+    for seed in range(start, start + 50):
+        fuzz(model, seed)
+
+
+def test_a_model_without_attention(tmp_path):
+    config = tiny_config("qwen35-wide")
+    config.layer_types = ["linear_attention"] * config.num_hidden_layers
+    oracle = save_random(config, tmp_path, seed=1)
+    [prompt] = random_prompts((70,), seed=2)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt])).logits[0]
+    model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    request = Request(prompt, SamplingParams(temperature=0.0), 1, prompt_logprobs=1)
+    generate(Engine(model, 2, 100), [request])
+    assert request.new_tokens == [int(expected[-1].argmax())]
+    found = [entry[0] for entry in request.prompt_token_logprobs]
+    theirs = expected.log_softmax(-1)[range(69), prompt[1:]]
+    assert (torch.tensor(found) - theirs).abs().max() < 1e-4

@@ -16,7 +16,9 @@
 namespace fastpath {
 
 constexpr int64_t DELTA_WINDOW = 16;  // that of kernels.py
-constexpr int STRIP = VECTOR_BITS == 512 ? 8 : 2;  // vectors of a row of M whose sums the registers hold
+// Vectors of a row of M whose sums the registers hold, while M is in memory; and those of the strip of columns that
+// stays in the L1 cache while several tokens update it.
+constexpr int STRIP = VECTOR_BITS == 512 ? 8 : 2, CACHED_STRIP = VECTOR_BITS == 512 ? 4 : 1;
 
 // The tokens of one row in a pass.
 struct DeltaRun {
@@ -75,42 +77,30 @@ struct DeltaUpdate {
   const float *key, *delta;
 };
 
-// Columns begin..begin + 16 V of `to` = `from` with the update, and of predicted and read, for one key and one query.
-// With a null key they are left alone. `last`: the columns of the last vector.
-template <int V>
-void sweep_strip(const float* from, float* to, int64_t begin, int64_t last, int64_t dk, int64_t dv,
-                 const DeltaUpdate& update, const float* key, const float* query, float* predicted, float* read) {
-  f32x16 delta[V], sum_k[V], sum_q[V];
+// Updates a strip of V vectors of columns of M: `to` = `from` with the update, whose rows are a stride apart. Also
+// predicted and read, the products with a key and a query. `last` is the number of columns of the last vector.
+template <int V, bool UPDATES, bool READS>
+void sweep(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t last, int64_t dk,
+           const DeltaUpdate& update, const float* key, const float* query, f32x16 (&predicted)[V], f32x16 (&read)[V]) {
+  f32x16 delta[V];
   const f32x16 decay = floats(update.decay);
   const auto width = [&](int i) { return i == V - 1 ? last : LANES; };
+#pragma GCC unroll 8
   for (int i = 0; i < V; i++) {
-    sum_k[i] = sum_q[i] = floats(0.0f);
-    if (update.key) delta[i] = load(update.delta + begin + i * LANES, width(i));
+    predicted[i] = read[i] = floats(0.0f);
+    if (UPDATES) delta[i] = load(update.delta + i * LANES, width(i));
   }
-  for (int64_t row = 0; row < dk; row++) {
-    const f32x16 k = floats(key ? key[row] : 0.0f), q = floats(key ? query[row] : 0.0f);
-    const f32x16 u = floats(update.key ? update.key[row] : 0.0f);
+  for (int64_t row = 0; row < dk; row++, from += from_stride, to += to_stride) {
+    const f32x16 u = floats(UPDATES ? update.key[row] : 0.0f);
+    const f32x16 k = floats(READS ? key[row] : 0.0f), q = floats(READS ? query[row] : 0.0f);
+#pragma GCC unroll 8
     for (int i = 0; i < V; i++) {
-      const int64_t at = row * dv + begin + i * LANES;
-      f32x16 w = load(from + at, width(i));
-      if (update.key) w = fma(u, delta[i], w * decay);
-      store(to + at, w, width(i));
-      sum_k[i] = fma(k, w, sum_k[i]), sum_q[i] = fma(q, w, sum_q[i]);
+      f32x16 w = load(from + i * LANES, width(i));
+      if (UPDATES) w = fma(u, delta[i], w * decay);
+      store(to + i * LANES, w, width(i));
+      if (READS) predicted[i] = fma(k, w, predicted[i]), read[i] = fma(q, w, read[i]);
     }
   }
-  for (int i = 0; key && i < V; i++) {
-    store(predicted + begin + i * LANES, sum_k[i], width(i));
-    store(read + begin + i * LANES, sum_q[i], width(i));
-  }
-}
-
-inline void sweep(const float* from, float* to, int64_t dk, int64_t dv, const DeltaUpdate& update, const float* key,
-                  const float* query, float* predicted, float* read) {
-  int64_t begin = 0;
-  for (; begin + STRIP * LANES <= dv; begin += STRIP * LANES)
-    sweep_strip<STRIP>(from, to, begin, LANES, dk, dv, update, key, query, predicted, read);
-  for (; begin < dv; begin += LANES)
-    sweep_strip<1>(from, to, begin, std::min<int64_t>(LANES, dv - begin), dk, dv, update, key, query, predicted, read);
 }
 
 inline float dot(const float* a, const float* b, int64_t n) {
@@ -119,55 +109,86 @@ inline float dot(const float* a, const float* b, int64_t n) {
   return sum_of_lanes(sum);
 }
 
-// The floats that a thread needs for `run_head`.
-inline int64_t delta_scratch(const Delta& d) { return d.dk * d.dv + 3 * d.dv; }
+// The floats that a thread needs for `run_head`: a strip, and a delta of it.
+inline int64_t delta_scratch(const Delta& d) { return (d.dk + 1) * STRIP * LANES; }
 
-// One value head of a run.
-inline void run_head(const Delta& d, const DeltaRun& run, int64_t head, float* scratch) {
+// Columns begin..begin + 16 V of one value head of a run. Columns do not depend on each other.
+template <int V>
+void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin, int64_t last, float* scratch) {
+  constexpr int64_t WIDTH = V * LANES;
   const int64_t dk = d.dk, dv = d.dv, key_head = head % d.n, committed = run.committed(), pending = d.pending(run);
-  float* matrix = d.matrix + (run.row * d.m + head) * dk * dv;
-  float* later = scratch;  // the matrix after tokens that are pending
-  float *predicted = scratch + dk * dv, *read = predicted + dv, *own_delta = read + dv;
+  const int64_t count = run.tokens.size();
+  float* matrix = d.matrix + (run.row * d.m + head) * dk * dv + begin;
+  float *strip = scratch, *own_delta = scratch + dk * WIDTH;
+  f32x16 predicted[V], read[V];
   const auto window = [&](float* parts, int64_t i, int64_t heads, int64_t h, int64_t width) {
     return parts + ((run.row * DELTA_WINDOW + i) * heads + h) * width;
   };
+  const auto width = [&](int i) { return i == V - 1 ? last : LANES; };
 
-  if (!run.start) std::fill(matrix, matrix + dk * dv, 0.0f);
+  if (!run.start)
+    for (int64_t row = 0; row < dk; row++)
+      for (int i = 0; i < V; i++) store(matrix + row * dv + i * LANES, floats(0.0f), width(i));
+  // The matrix is read by the first sweep. It is written by that for the last token that is not pending afterwards.
+  const float* from = matrix;
+  float* to = count > 1 ? strip : matrix;
+  int64_t from_stride = dv;
+  const int64_t to_stride = count > 1 ? WIDTH : dv;
+
+  // The pending updates but the last, which the first token adds.
   DeltaUpdate update{1.0f, nullptr, nullptr};
   for (int64_t i = 0; i < pending; i++) {
-    if (i) sweep(matrix, matrix, dk, dv, update, nullptr, nullptr, nullptr, nullptr);
+    if (i) {
+      sweep<V, true, false>(from, from_stride, to, to_stride, last, dk, update, nullptr, nullptr, predicted, read);
+      from = to, from_stride = to_stride;
+    }
     update = {*window(d.decays, i, d.m, head, 1), window(d.keys, i, d.n, key_head, dk),
-              window(d.deltas, i, d.m, head, dv)};
+              window(d.deltas, i, d.m, head, dv) + begin};
   }
-  for (int64_t t = 0; t < int64_t(run.tokens.size()); t++) {
+  for (int64_t t = 0; t < count; t++) {
     const int64_t token = run.tokens[t];
     const float *q = d.q + token * d.k_stride + key_head * dk, *k = d.k + token * d.k_stride + key_head * dk;
-    const float* v = d.v + token * d.v_stride + head * dv;
+    const float* v = d.v + token * d.v_stride + head * dv + begin;
     const float decay = d.decay[token * d.m + head], beta = d.beta[token * d.m + head];
-    sweep(t <= committed + 1 ? matrix : later, t <= committed ? matrix : later, dk, dv, update, k, q, predicted, read);
+    if (update.key) sweep<V, true, true>(from, from_stride, to, to_stride, last, dk, update, k, q, predicted, read);
+    else sweep<V, false, true>(from, from_stride, to, to_stride, last, dk, update, k, q, predicted, read);
+    from = to, from_stride = to_stride;
+    if (t == committed && count > 1)
+      for (int64_t row = 0; row < dk; row++)
+        for (int i = 0; i < V; i++)
+          store(matrix + row * dv + i * LANES, load(strip + row * WIDTH + i * LANES, width(i)), width(i));
 
-    float* delta = own_delta;
-    if (t >= committed) {
-      delta = window(d.deltas, t - committed, d.m, head, dv);
-      *window(d.decays, t - committed, d.m, head, 1) = decay;
-    }
-    float* y = d.out + (token * d.m + head) * dv;
-    const float product = dot(q, k, dk);
-    for (int64_t i = 0; i < dv; i += LANES) {
-      const int64_t left = dv - i;
-      const f32x16 p = load(predicted + i, left), r = load(read + i, left);
-      const f32x16 new_delta = floats(beta) * fnma(floats(decay), p, load(v + i, left));
-      store(delta + i, new_delta, left);
-      store(y + i, fma(floats(product), new_delta, floats(decay) * r), left);
+    float* delta = t < committed ? own_delta : window(d.deltas, t - committed, d.m, head, dv) + begin;
+    float* y = d.out + (token * d.m + head) * dv + begin;
+    const f32x16 product = floats(dot(q, k, dk));
+    for (int i = 0; i < V; i++) {
+      const f32x16 new_delta = floats(beta) * fnma(floats(decay), predicted[i], load(v + i * LANES, width(i)));
+      store(delta + i * LANES, new_delta, width(i));
+      store(y + i * LANES, fma(product, new_delta, floats(decay) * read[i]), width(i));
     }
     update = {decay, k, delta};
   }
 }
 
+// One value head of a run, in strips of V vectors.
+template <int V>
+void run_head(const Delta& d, const DeltaRun& run, int64_t head, float* scratch) {
+  int64_t i = 0;
+  for (; i + V * LANES <= d.dv; i += V * LANES) run_strip<V>(d, run, head, i, LANES, scratch);
+  for (; i < d.dv; i += LANES) run_strip<1>(d, run, head, i, std::min<int64_t>(LANES, d.dv - i), scratch);
+  // All strips have read the pending decays.
+  for (int64_t t = run.committed(); t < int64_t(run.tokens.size()); t++)
+    d.decays[(run.row * DELTA_WINDOW + t - run.committed()) * d.m + head] = d.decay[run.tokens[t] * d.m + head];
+}
+
 // This thread's share of a pass. `scratch` is the thread's own.
 inline void run_delta(const Team& team, const Delta& d, const std::vector<DeltaRun>& runs, float* scratch) {
   team.split(runs.size() * d.m, 1, [&](int64_t i, int64_t end) {
-    for (; i < end; i++) run_head(d, runs[i / d.m], i % d.m, scratch);
+    for (; i < end; i++) {
+      const DeltaRun& run = runs[i / d.m];
+      if (run.tokens.size() == 1) run_head<STRIP>(d, run, i % d.m, scratch);
+      else run_head<CACHED_STRIP>(d, run, i % d.m, scratch);
+    }
   });
   team.barrier();  // several value heads have read the pending keys of one key head
   team.split(runs.size(), 1, [&](int64_t i, int64_t end) {

@@ -126,6 +126,7 @@ class Timing:
     decode_s: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
+    row_steps: int = 0  # the rows of all decode steps
     kv_bytes: float = 0  # keys and values read by decode steps
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
     # In which a draft model read prompts. Neither prefill_s nor decode_s includes it.
@@ -135,6 +136,7 @@ class Timing:
         self.decode_s += seconds - result.draft_prefill_s
         self.decode_tokens += tokens
         self.decode_steps += 1
+        self.row_steps += len(result.new_tokens)
         self.kv_bytes += kv_bytes + result.draft_kv_bytes
         self.draft_bytes += result.draft_bytes
         self.draft_prefill_s += result.draft_prefill_s

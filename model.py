@@ -191,6 +191,14 @@ class Transformer(nn.Module):
             return positions * position_bytes(config, self.dtype) // config.n_layer
         return sum(lengths) * position_bytes(config, self.dtype)
 
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of recurrent states that a decode step reads and writes for each row."""
+        net = self.own_config.delta_net
+        if net is None:
+            return 0
+        return 2 * len(net.layers) * 4 * net.n_value_head * net.key_dim * net.value_dim
+
     def forward(
         self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False
     ) -> Tensor:

@@ -47,8 +47,8 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
     """FLOPs and bytes per token of a decode step of `rows` rows with `context` positions each.
 
     bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
-    There are two FLOPs for each weight of a matrix, and four for each element of a query and each
-    position that it attends to.
+    There are two FLOPs for each weight of a matrix, four for each element of a query and each
+    position that it attends to, and seven for each element of a recurrent state.
     """
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
@@ -59,15 +59,19 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
     if model.output is not None:
         layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
     matrices = sum(layer.in_features * layer.out_features for layer in layers)
-    attended = sum(min(context, config.window(layer) or context) for layer in range(config.n_layer))
+    attending = [layer for layer in range(config.n_layer) if not config.has_delta_net(layer)]
+    attended = sum(min(context, config.window(layer) or context) for layer in attending)
+    state = model.recurrent_bytes  # each element has 4 bytes, which are read and written
+    flops = 2 * matrices + 4 * config.n_head * config.head_dim * attended + 7 * state // 8
     weights = weight_bytes(model, rows)
     kv = model.kv_bytes([context] * rows)
     return {
-        "flops_per_token": 2 * matrices + 4 * config.n_head * config.head_dim * attended,
+        "flops_per_token": flops,
         "weight_bytes_per_token": weights / rows,
         "kv_bytes_per_token": kv / rows,
+        "state_bytes_per_token": state,
         "bandwidth_bytes_per_s": bandwidth,
-        "bound_tokens_per_s": bandwidth * rows / (weights + kv),
+        "bound_tokens_per_s": bandwidth * rows / (weights + kv + rows * state),
     }
 
 
@@ -87,7 +91,7 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     for at in table:
         flops = f"{at['flops_per_token'] / 1e9:12,.3f}"
         weights = f"{at['weight_bytes_per_token'] / 1e6:16,.1f}"
-        kv = f"{at['kv_bytes_per_token'] / 1e6:11,.1f}"
+        kv = f"{(at['kv_bytes_per_token'] + at['state_bytes_per_token']) / 1e6:11,.1f}"
         bound = f"{at['bound_tokens_per_s']:14,.1f}"
         lines.append(f"{at['context']:7}   {flops}   {weights}   {kv}   {bound}")
     return "\n".join(lines)
@@ -204,6 +208,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         "decode_tokens_per_s": None,
         "weight_bytes_per_token": None,
         "kv_bytes_per_token": None,
+        "state_bytes_per_token": None,
         "weight_bytes_by_format": bytes_by_format(model),
         "bandwidth_bytes_per_s": None,
         "read_bandwidth_bytes_per_s": None,
@@ -216,13 +221,15 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         read = weight_bytes(model, tokens / timing.decode_steps) * timing.decode_steps
         weights = (read + timing.draft_bytes) / tokens
         kv = timing.kv_bytes / tokens
+        state = model.recurrent_bytes * timing.row_steps / tokens
         fields["weight_bytes_per_token"] = weights
         fields["kv_bytes_per_token"] = kv
+        fields["state_bytes_per_token"] = state
     has_rate = bool(tokens) and not profiled
     if has_rate:
         rate = tokens / timing.decode_s
         fields["decode_tokens_per_s"] = rate
-        fields["bandwidth_bytes_per_s"] = (weights + kv) * rate
+        fields["bandwidth_bytes_per_s"] = (weights + kv + state) * rate
     if has_rate and in_full:
         fields["read_bandwidth_bytes_per_s"] = read_bandwidth(model)
 
@@ -337,6 +344,8 @@ def decode_text(result: dict, timing) -> str:
     kv = result["kv_bytes_per_token"] / 1e6
     line = f"decode: {timing.decode_tokens} tokens, {result['decode_tokens_per_s']:.1f} tokens/s; "
     line += f"each reads {weights:.1f} MB of weights and {kv:.1f} MB of KV cache"
+    if result["state_bytes_per_token"]:
+        line += f", and reads and writes {result['state_bytes_per_token'] / 2e6:.1f} MB of recurrent states"
 
     used = result["bandwidth_bytes_per_s"] / 1e9
     measured = result["read_bandwidth_bytes_per_s"] / 1e9

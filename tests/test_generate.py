@@ -27,7 +27,8 @@ from tokenizer import Tokenizer
 
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s
-    weight_bytes_per_token weight_bytes_by_format kv_bytes_per_token bandwidth_bytes_per_s read_bandwidth_bytes_per_s
+    weight_bytes_per_token weight_bytes_by_format kv_bytes_per_token state_bytes_per_token bandwidth_bytes_per_s
+    read_bandwidth_bytes_per_s
     peak_memory_bytes mean_accepted_tokens recompiles graph_breaks device dtype kernels torch threads
     other_programs_cpus"""
 

@@ -49,6 +49,9 @@ GRANITE = LLAMA | {"residual_scale": 0.3, "logits_scale": 0.7, "embedding_scale"
 LONGROPE = RopeScaling("longrope", original_max_seq_length=15, factors=(1.5,) * 5, long_factors=(3.0,) * 5)
 PHI3 = LLAMA | {"rotary_dim": 10, "rope_scaling": LONGROPE}
 MINISTRAL3 = LLAMA | {"rope_scaling": RopeScaling("yarn", 4.0, 7), "query_scale_beta": 0.8}
+QWEN35 = LLAMA | {"attention_gate": True, "qk_norm": True, "float32_norms": True, "rotary_dim": 8}
+QWEN35_2 = QWEN35 | {"delta_net": DeltaNet((1,), n_key_head=4, n_value_head=12, key_dim=10, value_dim=16)}
+QWEN35_3 = QWEN35 | {"n_layer": 3, "delta_net": DeltaNet((0, 2), n_key_head=6, n_value_head=6, key_dim=9, value_dim=11)}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
 BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 POST_NORM = BLOOM | {"post_norm_residual": True}
@@ -74,6 +77,8 @@ CASES = {
     "3 granite": (3, GRANITE, 3, 3, 8, 30, 52, False, None, "auto", False),
     "2 phi3, beyond its context": (2, PHI3, 2, 2, 16, 32, 60, False, None, "auto", False),
     "2 ministral3, K on both, int4": (2, MINISTRAL3, 4, 1, 16, 46, 64, True, ("int4", 32, "int8"), "auto", False),
+    "2 qwen35, three value heads a key head, int4": (2, QWEN35_2, 4, 2, 16, 52, 64, True, ("int4", 32, "int8"), "auto", False),
+    "3 qwen35, K split": (3, QWEN35_3, 6, 3, 12, 50, 63, False, None, "torch", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 
@@ -90,6 +95,8 @@ def make(folder: Path, case) -> Path:
             small, large = (0.1, 2.5) if config.alibi else (0.3, 1.2)  # so that the text does not repeat itself
             scale = small if tensor.dim() == 1 else large * tensor.shape[-1] ** -0.5
             weight = torch.randn(tensor.shape, generator=chance) * scale + ("norm" in name and "bias" not in name)
+            if name.endswith("decay.weight"):
+                weight = -weight.abs()
             writer.add(name, weight)
         writer.add_config(config)
         writer.add_json("tokenizer_config.json", {"bos_token_id": 1})

@@ -1,10 +1,11 @@
 """The operations of kernels.py as Triton kernels for GPUs, and TritonInstaller, which makes a model
 use them.
 
-Read down: attention, products with few rows and with many, rotary embedding and norms, the choice of
-tiles, the operations, sampling, packing, TritonInstaller, the fused block. kernels.py and model.py
-say what each operation computes, and name the shapes. In addition: HEADS_PER_KV query heads share a
-key/value head; a product has M rows of activations, N outputs and C columns of the weight matrix.
+Read down: attention, products with few rows and with many, rotary embedding and norms, the gated
+delta rule, the choice of tiles, the operations, sampling, packing, TritonInstaller, the fused block.
+kernels.py and model.py say what each operation computes, and name the shapes. In addition:
+HEADS_PER_KV query heads share a key/value head; a product has M rows of activations, N outputs and
+C columns of the weight matrix.
 
 **Attention.** In plain PyTorch, these two lines stand between the two products of attention:
     scores = torch.where(visible, scores * scale + bias, float("-inf"))  # reads S*T, writes S*T
@@ -54,6 +55,7 @@ from cli import print_status
 from config import Config
 from formats import QuantizedEmbedding, QuantizedLinear, repack_layers, repeat_groups
 from kernels import (
+    DELTA_WINDOW,
     FUSED_FIELDS,
     LIBRARY,
     MAX_DECODE_TOKENS,
@@ -655,6 +657,98 @@ def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK
     tl.store(out + start + d, y.to(out.dtype.element_ty), mask=d < D)
 
 
+# ---------------------------------------------------------------- the gated delta rule: kernels.gated_delta
+#
+# The columns of a head's matrix (dk,dv) do not depend on each other, so a program has BLOCK_V of
+# them, in registers, for all tokens of a batch row. It adds the pending updates and then the tokens,
+# one by one, and writes the matrix before the tokens that are pending afterwards.
+# delta_commit_kernel then stores what several programs have read: the keys and decays of the pending
+# tokens, and the base.
+
+WINDOW = tl.constexpr(DELTA_WINDOW)
+
+
+@triton.jit
+def add_update(M, decay, key, delta):
+    """The matrix of a head (dk,dv) after a token."""
+    return M * decay + key[:, None] * delta[None, :]
+
+
+@triton.jit(do_not_specialize=["S"])
+def delta_kernel(
+    q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows, counts, out,
+    S, n, m, dk, dv, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gated delta rule for one value head of a batch row: grid (B * m, blocks of columns).
+
+    counts (B,): the real tokens of each batch row. Reads and writes the matrix once.
+    """
+    b = (tl.program_id(0) // m).to(tl.int64)
+    head = tl.program_id(0) % m
+    count = tl.load(counts + b)
+    if count == 0:
+        return
+
+    i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_row = i < dk
+    is_column = j < dv
+    inside = is_row[:, None] & is_column[None, :]
+    row = cache_row(rows, b)
+    start = tl.load(input_pos + b * S)
+    place = matrix + ((row * m + head) * dk + i[:, None]) * dv + j[None, :]
+    M = tl.load(place, mask=inside & (start > 0), other=0.0)
+    pending = tl.where(start > 0, start - tl.load(base + row), 0)
+    for p in range(0, pending):
+        entry = row * WINDOW + p
+        key = tl.load(keys + (entry * n + head % n) * dk + i, mask=is_row, other=0.0)
+        delta = tl.load(deltas + (entry * m + head) * dv + j, mask=is_column, other=0.0)
+        M = add_update(M, tl.load(decays + entry * m + head), key, delta)
+
+    done = tl.maximum(count - WINDOW, 0)
+    for t in range(0, count):
+        if t == done:
+            tl.store(place, M, mask=inside)
+        token = b * S + t
+        query = tl.load(q + (token * n + head % n) * dk + i, mask=is_row, other=0.0)
+        key = tl.load(k + (token * n + head % n) * dk + i, mask=is_row, other=0.0)
+        value = tl.load(v + (token * m + head) * dv + j, mask=is_column, other=0.0)
+        decay = tl.exp(tl.load(log_decay + token * m + head))
+        predicted = tl.sum(M * decay * key[:, None], 0)
+        delta = tl.load(beta + token * m + head) * (value - predicted)
+        M = add_update(M, decay, key, delta)
+        tl.store(out + (token * m + head) * dv + j, tl.sum(M * query[:, None], 0), mask=is_column)
+        entry = row * WINDOW + t - done
+        tl.store(deltas + (entry * m + head) * dv + j, delta, mask=is_column & (t >= done))
+
+
+@triton.jit(do_not_specialize=["S"])
+def delta_commit_kernel(
+    k, log_decay, base, keys, decays, input_pos, rows, counts, S, m, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store the keys (of `width` elements) and decays of pending tokens, and the base: grid
+    (B, WINDOW)."""
+    b = tl.program_id(0).to(tl.int64)
+    p = tl.program_id(1)
+    count = tl.load(counts + b)
+    done = tl.maximum(count - WINDOW, 0)
+    if p >= count - done:
+        return
+
+    row = cache_row(rows, b)
+    token = b * S + done + p
+    entry = row * WINDOW + p
+    for first in range(0, width, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(keys + entry * width + i, tl.load(k + token * width + i, mask=i < width), mask=i < width)
+    for first in range(0, m, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        decay = tl.exp(tl.load(log_decay + token * m + i, mask=i < m))
+        tl.store(decays + entry * m + i, decay, mask=i < m)
+    if p == 0:
+        tl.store(base + row, tl.load(input_pos + b * S) + done)
+
+
 # ---------------------------------------------------------------- tile sizes: default or tuned
 
 MIN_TILES_PER_SPLIT = 8  # with fewer tiles, a program ends before enough loads are in flight
@@ -881,10 +975,32 @@ def layer_norm(x, weight, bias, eps, subtract_mean=True):
     return out
 
 
+def gated_delta(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows):
+    """kernels.gated_delta, for rows that occur once in a batch. It is not checked that a pass begins
+    at a position that its state can go on from: the device would have to be waited for."""
+    B, S, n, dk = q.shape
+    m, dv = v.shape[2:]
+    q, k, v, log_decay, beta = [x.contiguous() for x in (q, k, v, log_decay, beta)]
+    input_pos = input_pos.contiguous()
+    counts = (input_pos >= 0).sum(1, dtype=torch.int32)
+    out = torch.zeros_like(v)
+    block_v = 32
+    grid = (B * m, triton.cdiv(dv, block_v))
+    with torch.cuda.device_of(q):
+        delta_kernel[grid](
+            q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows, counts, out,
+            S, n, m, dk, dv, triton.next_power_of_2(dk), block_v, num_warps=4,
+        )  # fmt: skip
+        delta_commit_kernel[(B, DELTA_WINDOW)](
+            k, log_decay, base, keys, decays, input_pos, rows, counts, S, m, n * dk, 256
+        )
+    return out
+
+
 def register(library: torch.library.Library, device: str):
     """Register these functions as the operations of a device. device: a dispatch key of torch, such
     as "CUDA"."""
-    for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm):
+    for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm, gated_delta):
         library.impl(function.__name__, function, device)
 
 

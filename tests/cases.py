@@ -6,8 +6,10 @@ import random
 import torch
 
 from checkpoint import Checkpoint, open_directory, read_weights
+from config import DeltaNet
 from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
 from model import WHOLE_MODEL
+from recurrent import DeltaState
 
 # What may stand in the place of any field of a model's config.
 STRANGE_VALUES = [
@@ -99,3 +101,27 @@ def plain_twin(directory):
         if isinstance(layer, (QuantizedLinear, StackedLinear)) and not in_stack:
             model.set_submodule(name, dense_layer(layer, torch.float32))
     return model
+
+
+# ---------------------------------------------------------------- the gated delta rule
+
+NARROW = DeltaNet(layers=(0,), n_key_head=3, n_value_head=6, key_dim=10, value_dim=21, conv_width=4)
+WIDE = DeltaNet(layers=(0,), n_key_head=2, n_value_head=2, key_dim=48, value_dim=144, conv_width=3)
+
+
+def delta_state(net, R, zeros=torch.zeros):
+    """The state of R rows."""
+    state = DeltaState(net)
+    state.allocate(R, 100, zeros, torch.float32)
+    return state
+
+
+def delta_inputs(net, B, S, seed=0):
+    """Random q, k, v, log_decay and beta of a pass, as kernels.gated_delta takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    n = net.n_key_head
+    m = net.n_value_head
+    shapes = [(n, net.key_dim), (n, net.key_dim), (m, net.value_dim), (m,), (m,)]
+    q, k, v, decay, beta = [torch.randn(B, S, *shape, generator=generator) for shape in shapes]
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return q, k, v, -0.2 * decay.square(), beta.sigmoid()

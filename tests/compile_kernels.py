@@ -36,6 +36,7 @@ import kernels_triton as kt
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INTEGERS = ("M", "N", "C", "K", "S", "T", "H", "E", "D", "V", "W", "P")
+INTEGERS += ("n", "m", "dk", "dv", "width")
 INTEGERS += ("words", "b_stride", "s_stride", "window")
 FLOATS = ("eps", "scale")
 
@@ -97,6 +98,7 @@ MORE_LINEARS = {
 }
 KINDS = dict.fromkeys(("input_pos", "rows"), "i64")
 KINDS |= dict.fromkeys(("slopes", "parts", "stats", "squares", "cos", "sin"), "fp32")
+DELTA_KINDS = KINDS | {"base": "i64", "counts": "i32"}
 SAMPLE_KINDS = dict.fromkeys(("rows", "position", "drafted", "seed", "top_k", "ids"), "i64")
 SAMPLE_KINDS |= {"counts": "i32", "biased": "i1", "logit_bias": "fp32", "masks": "i32", "mask_start": "i64"}
 SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "x", "logprobs"), "fp32")
@@ -148,6 +150,10 @@ def cases(everything: bool):
 
     yield "merge", kt.merge_kernel, half, {"BLOCK_E": 128}, KINDS, 4, 3
     yield "rotary", kt.rotary_kernel, half, {"BLOCK_E": 128, "rows": None}, KINDS, 1, 3
+    delta = {"BLOCK_K": 128, "BLOCK_V": 32, "rows": None}
+    yield "delta", kt.delta_kernel, torch.float32, delta, DELTA_KINDS, 4, 3
+    commit = {"BLOCK": 256, "rows": None}
+    yield "delta commit", kt.delta_commit_kernel, torch.float32, commit, DELTA_KINDS, 4, 3
     yield "sample", kt.sample_kernel, half, {"BLOCK": kt.SAMPLE_BLOCK}, SAMPLE_KINDS, 16, 3
     norm = {"SUBTRACT_MEAN": False, "BLOCK_D": 4096, "bias": None}
     yield "norm", kt.norm_kernel, half, norm, KINDS, 8, 3

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import attention_case, numbers, quantized
+from cases import NARROW, WIDE, attention_case, delta_inputs, delta_state, numbers, quantized
 from conftest import INTERPRET, ROOT, greedy, only_torch, random_prompts
 
 tl = pytest.importorskip("triton.language")
@@ -22,7 +23,7 @@ with INTERPRET:
 import kernels
 from config import RopeScaling
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
-from kernels import attention_reference
+from kernels import attention_reference, gated_delta
 from layers import Linear, RMSNorm
 from load import load_model
 from positions import rope_table, rotate
@@ -265,6 +266,33 @@ def test_rotary_with_cache_write(dtype, qk_norm, roped):
         assert cache[2, :, -1].eq(0).all() and cache[0, :, -1].ne(0).any(), "padding lands in the scratch slot"
 
 
+@pytest.mark.parametrize("net", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_the_gated_delta_rule(net):
+    """Passes of several lengths, after which some of the last tokens are rejected. The second batch row is shorter than
+    the first pass, and then padding."""
+    tokens, wrong = delta_inputs(net, 2, 70, seed=1), delta_inputs(net, 2, 70, seed=2)
+    rows = torch.tensor([2, 0])
+    state, expected = delta_state(net, 3, partial(torch.zeros, device=DEVICE)), delta_state(net, 3)
+    done = 0
+    for count, kept in ((37, 35), (1, 1), (5, 2), (16, 16), (8, 0), (16, 9)):
+        parts = []
+        for right, other in zip(tokens, wrong):
+            mixed = torch.cat([right[:, : done + kept], other[:, done + kept :]], 1)
+            parts.append(mixed[:, done : done + count])
+        positions = torch.arange(done, done + count).repeat(2, 1)
+        positions[1, 20 if done == 0 else 0 :] = -1
+        device_parts = on_device([*parts, positions, rows])
+        y = gated_delta(*device_parts[:5], state, *device_parts[5:]).cpu()
+        with only_torch():
+            theirs = gated_delta(*parts, expected, positions, rows)
+        close(y, theirs, 2e-5)
+        done += kept
+    for name, stored in expected.named_buffers():
+        found = getattr(state, name).cpu()
+        close(found[[0, 2]], stored[[0, 2]].float(), 2e-5)
+        assert found[1].eq(0).all(), "no other row is written"
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("D", [45, 600])
 def test_norms(dtype, D):
@@ -288,6 +316,9 @@ def test_opcheck():
     tensors = (packed.weight, packed.scales, packed.bias)
     check(ops.fused_linear, (x, *tensors, x[0, 0], residual, 24, 4, 32, False, 1e-5))
     check(ops.fused_linear, (numbers(1, 17, 64).to(DEVICE), *tensors, None, None, 24, 4, 32, False, 0.0))
+    state = delta_state(NARROW, 2, partial(torch.zeros, device=DEVICE))
+    stored = (state.matrix, state.base, state.keys, state.deltas, state.decays)
+    check(ops.gated_delta, tuple(on_device([*delta_inputs(NARROW, 1, 3), *stored, torch.tensor([[0, 1, 2]]), None])))
     check(ops.rms_norm, (x, x[0, 0], 1e-5))
     check(ops.layer_norm, (x, x[0, 0], x[0, 1], 1e-5))
     input_pos = torch.tensor([[4, 5, -1]])
@@ -516,7 +547,7 @@ def compile_all(*arguments):
 def test_kernels_compile_ahead_of_time():
     found = compile_all()
     kernels = {name.split()[1] for name in found}
-    assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "norm", "sample"}
+    assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "delta", "norm", "sample"}
     assert {name.split()[0] for name in found} == {"sm_80", "sm_90"}
 
 

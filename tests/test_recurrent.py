@@ -5,19 +5,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import NARROW, WIDE, delta_inputs, delta_state
 from conftest import only_torch, random_prompts, save_random, tiny_config
 
-from config import DeltaNet
 from cpu.build import load_kernels
 from engine import Engine, EngineOptions, Request, generate
 from kernels import DELTA_WINDOW, delta_chunks, delta_tokens, gated_delta, has_kernel
 from load import load_model
-from recurrent import DeltaState, Snapshots, snapshot_slots
+from recurrent import Snapshots, snapshot_slots
 from sampling import SamplingParams
 from sources.opening import open_hf
 
-NET = DeltaNet(layers=(0,), n_key_head=3, n_value_head=6, key_dim=10, value_dim=21, conv_width=4)
-WIDE = DeltaNet(layers=(0,), n_key_head=2, n_value_head=2, key_dim=48, value_dim=144, conv_width=3)
 NEAR = 1e-5  # float32 sums in another order
 IMPLEMENTATIONS = {"torch": only_torch, "kernels": nullcontext}
 CPU = torch.device("cpu")
@@ -35,22 +33,6 @@ def implementation(request):
 def need_kernels():
     if not load_kernels() or not has_kernel("gated_delta", CPU):
         pytest.skip("no kernels for this machine")
-
-
-def new_state(net, R):
-    state = DeltaState(net)
-    state.allocate(R, 100, torch.zeros, torch.float32)
-    return state
-
-
-def tokens_of(net, B, S, seed=0):
-    """Random q, k, v, log_decay and beta of a pass."""
-    generator = torch.Generator().manual_seed(seed)
-    n, m = net.n_key_head, net.n_value_head
-    shapes = [(n, net.key_dim), (n, net.key_dim), (m, net.value_dim), (m,), (m,)]
-    q, k, v, decay, beta = [torch.randn(B, S, *shape, generator=generator) for shape in shapes]
-    k = torch.nn.functional.normalize(k, dim=-1)
-    return q, k, v, -0.2 * decay.square(), beta.sigmoid()
 
 
 def outputs(net, tokens):
@@ -71,22 +53,22 @@ def run(state, tokens, columns, positions=None, rows=None):
     return gated_delta(*part, state, positions, rows)
 
 
-@pytest.mark.parametrize("net", [NET, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("net", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("S", [1, 16, 17, 63, 64, 65, 200])
 def test_chunks_equal_tokens(net, S):
     repeats = net.n_value_head // net.n_key_head
-    q, k, v, log_decay, beta = [x[0] for x in tokens_of(net, 1, S, seed=S)]
+    q, k, v, log_decay, beta = [x[0] for x in delta_inputs(net, 1, S, seed=S)]
     arguments = (q.repeat(1, repeats, 1), k.repeat(1, repeats, 1), v, log_decay, beta)
     M = torch.randn(net.n_value_head, net.key_dim, net.value_dim)
     for one, other in zip(delta_tokens(M, *arguments), delta_chunks(M, *arguments)):
         torch.testing.assert_close(one, other, rtol=NEAR, atol=20 * NEAR)
 
 
-@pytest.mark.parametrize("net", [NET, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("net", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("S", [1, 2, 15, 16, 17, 18, 40, 90])
 def test_a_pass_from_the_start(implementation, net, S):
-    tokens = tokens_of(net, 2, S, seed=S)
-    state = new_state(net, 3)
+    tokens = delta_inputs(net, 2, S, seed=S)
+    state = delta_state(net, 3)
     state.matrix.fill_(torch.nan)  # of an earlier request
     rows = torch.tensor([2, 0])
     y = run(state, tokens, slice(0, S), rows=rows)
@@ -100,10 +82,10 @@ def test_drafted_tokens_are_taken_back(implementation, seed):
     """Passes of all lengths, after each of which some of the last tokens are rejected and then read again."""
     choose = random.Random(seed)
     S = 120
-    tokens = tokens_of(NET, 1, S, seed)
-    wrong = tokens_of(NET, 1, S, seed + 1000)
-    expected = outputs(NET, tokens)
-    state = new_state(NET, 2)
+    tokens = delta_inputs(NARROW, 1, S, seed)
+    wrong = delta_inputs(NARROW, 1, S, seed + 1000)
+    expected = outputs(NARROW, tokens)
+    state = delta_state(NARROW, 2)
     rows = torch.tensor([1])
     done = 0
     while done < S:
@@ -116,8 +98,8 @@ def test_drafted_tokens_are_taken_back(implementation, seed):
 
 
 def test_a_pass_that_is_repeated_gives_the_same(implementation):
-    tokens = tokens_of(NET, 1, 40)
-    state = new_state(NET, 1)
+    tokens = delta_inputs(NARROW, 1, 40)
+    state = delta_state(NARROW, 1)
     run(state, tokens, slice(0, 30))
     for columns in (slice(25, 33), slice(33, 34)):
         first = run(state, tokens, columns)
@@ -128,8 +110,8 @@ def test_a_pass_that_is_repeated_gives_the_same(implementation):
 
 def test_padding_and_separate_tokens_of_a_row(implementation):
     """Padding names real rows and leaves them alone. The tokens of a row may be batch rows of their own."""
-    tokens = tokens_of(NET, 1, 31)
-    one, other = new_state(NET, 2), new_state(NET, 2)
+    tokens = delta_inputs(NARROW, 1, 31)
+    one, other = delta_state(NARROW, 2), delta_state(NARROW, 2)
     for state in (one, other):
         run(state, tokens, slice(0, 20), rows=torch.tensor([1]))
     before = [buffer.clone() for buffer in one.buffers()]
@@ -144,8 +126,8 @@ def test_padding_and_separate_tokens_of_a_row(implementation):
 
 
 def test_positions_that_cannot_follow_are_refused(implementation):
-    tokens = tokens_of(NET, 1, 60)
-    state = new_state(NET, 1)
+    tokens = delta_inputs(NARROW, 1, 60)
+    state = delta_state(NARROW, 1)
     run(state, tokens, slice(0, 40))
     for start in (DELTA_WINDOW, 23, 41):
         with pytest.raises(RuntimeError, match=rf"row 0 cannot go on at position {start}: its state is that of 24"):
@@ -153,23 +135,23 @@ def test_positions_that_cannot_follow_are_refused(implementation):
     run(state, tokens, slice(24, 25))
 
 
-@pytest.mark.parametrize("net", [NET, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("net", [NARROW, WIDE], ids=["narrow", "wide"])
 def test_bits_of_the_kernel(net):
     """They depend neither on chunks, nor on threads, nor on the other rows."""
     need_kernels()
     S = 77
-    tokens = tokens_of(net, 3, S)
-    expected = run(new_state(net, 3), tokens, slice(0, S))
+    tokens = delta_inputs(net, 3, S)
+    expected = run(delta_state(net, 3), tokens, slice(0, S))
     threads = torch.get_num_threads()
     try:
         for n in (1, 2):
             torch.set_num_threads(n)
             for size in (1, 7, 16, 17, 40, S):
-                state = new_state(net, 3)
+                state = delta_state(net, 3)
                 parts = [run(state, tokens, slice(i, min(i + size, S))) for i in range(0, S, size)]
                 assert torch.equal(torch.cat(parts, 1), expected), (n, size)
             alone = [x[1:2] for x in tokens]
-            assert torch.equal(run(new_state(net, 1), alone, slice(0, S))[0], expected[1])
+            assert torch.equal(run(delta_state(net, 1), alone, slice(0, S))[0], expected[1])
     finally:
         torch.set_num_threads(threads)
 
@@ -182,9 +164,9 @@ def held(snapshots):
 
 
 def test_snapshots_of_rows():
-    state = new_state(NET, 3)
+    state = delta_state(NARROW, 3)
     snapshots = Snapshots([state], 3, rows=3)
-    tokens = tokens_of(NET, 1, 400)
+    tokens = delta_inputs(NARROW, 1, 400)
 
     def read(row, start, stop):
         run(state, tokens, slice(start, stop), rows=torch.tensor([row]))
@@ -217,9 +199,9 @@ def test_snapshots_of_rows():
 
 
 def test_the_snapshot_that_is_worth_least_goes():
-    state = new_state(NET, 4)
+    state = delta_state(NARROW, 4)
     snapshots = Snapshots([state], 2, rows=4)
-    tokens = tokens_of(NET, 1, 1200)
+    tokens = delta_inputs(NARROW, 1, 1200)
     for row, is_turn in ((0, True), (1, False), (2, True)):
         run(state, tokens, slice(0, 1100), rows=torch.tensor([row]))
         snapshots.offer(row, is_turn)
@@ -229,17 +211,17 @@ def test_the_snapshot_that_is_worth_least_goes():
     snapshots.offer(3, is_turn=True)
     assert held(snapshots) == [[1084], [], [], [1084]], "then the least recently used"
 
-    none = Snapshots([new_state(NET, 1)], 0, rows=1)
+    none = Snapshots([delta_state(NARROW, 1)], 0, rows=1)
     none.offer(0, is_turn=True)
     assert held(none) == [[]]
 
 
 def test_number_of_snapshots():
     size = 4 * 6 * 10 * 21 + 3 * (2 * 30 + 126) * 2
-    assert snapshot_slots(NET, 5, 0, torch.bfloat16, None) == 20
-    assert snapshot_slots(NET, 5, 77 * size, torch.bfloat16, None) == 77
-    assert snapshot_slots(NET, 5, 77 * size, torch.bfloat16, 3 * size - 1) == 2
-    assert snapshot_slots(NET, 5, 77 * size, torch.bfloat16, 0) == 0
+    assert snapshot_slots(NARROW, 5, 0, torch.bfloat16, None) == 20
+    assert snapshot_slots(NARROW, 5, 77 * size, torch.bfloat16, None) == 77
+    assert snapshot_slots(NARROW, 5, 77 * size, torch.bfloat16, 3 * size - 1) == 2
+    assert snapshot_slots(NARROW, 5, 77 * size, torch.bfloat16, 0) == 0
 
 
 # ---------------------------------------------------------------- the engine

@@ -77,7 +77,7 @@ CASES = {
     "3 granite": (3, GRANITE, 3, 3, 8, 30, 52, False, None, "auto", False),
     "2 phi3, beyond its context": (2, PHI3, 2, 2, 16, 32, 60, False, None, "auto", False),
     "2 ministral3, K on both, int4": (2, MINISTRAL3, 4, 1, 16, 46, 64, True, ("int4", 32, "int8"), "auto", False),
-    "2 qwen35, three value heads a key head, int4": (2, QWEN35_2, 4, 2, 16, 52, 64, True, ("int4", 32, "int8"), "auto", False),
+    "2 qwen35, int4": (2, QWEN35_2, 4, 2, 16, 52, 64, True, ("int4", 32, "int8"), "auto", False),
     "3 qwen35, K split": (3, QWEN35_3, 6, 3, 12, 50, 63, False, None, "torch", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip

@@ -212,6 +212,8 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATH_REST = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _LLAMA3 = _CONTRACTION + _WORD + r"|\p{N}{1,3}" + _REST
+_MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+_MARKED_REST = _REST.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
@@ -227,6 +229,7 @@ PRE_TOKENIZERS = {
     "dbrx": [_LLAMA3],
     "minicpm5": [r"\p{N}{1,3}", _CONTRACTION + _WORD + r"|\p{N}+" + _REST],
     "qwen2": [_CONTRACTION + _WORD + r"|\p{N}" + _REST],
+    "qwen35": [_CONTRACTION + _MARKED_WORD + r"|\p{N}" + _MARKED_REST],
     "seed-coder": [_CONTRACTION + _WORD + r"|\p{N}" + _REST.replace(r"[\r\n]*", "")],
     "tekken": [_CASED_WORD + r"|\p{N}" + _PATH_REST],
     "gpt-4o": [_CASED_WORD + rf"(?:{_CONTRACTION.rstrip('|')})?" + r"|\p{N}{1,3}" + _PATH_REST],
@@ -236,7 +239,7 @@ IGNORE_MERGES = ("llama-bpe", "glm4", "minicpm5", "tekken")
 # With these rules, texts begin with a BOS token if the file does not say otherwise.
 ADD_BOS = ("llama-bpe", "tekken")
 # With these names, text is normalized as by the models' own tokenizer.json. (llama.cpp does not.)
-NFC = ("qwen2", "deepseek-r1-qwen")
+NFC = ("qwen2", "deepseek-r1-qwen", "qwen35")
 # Rules, with the other names for which llama.cpp has the same rule.
 SAME_RULE = {
     "gpt-2": """phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe

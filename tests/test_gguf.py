@@ -583,7 +583,7 @@ PIECES = {
     "tekken": "I|'m| |1|2|3|4| a|B|=c| `(|d|'S|/\n\n|1|2",
     "gpt-4o": "I'm| |123|4| a|B|=c| `(|d'S|/\n\n|12",
 }
-PIECES |= dict.fromkeys(["llama-bpe", "glm4", "dbrx", "minicpm5"], _DBRX) | {"qwen2": _QWEN2}
+PIECES |= dict.fromkeys(["llama-bpe", "glm4", "dbrx", "minicpm5"], _DBRX) | {"qwen2": _QWEN2, "qwen35": _QWEN2}
 
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
@@ -591,6 +591,12 @@ def test_pieces_of_every_pre_tokenizer(file, name):
     library = with_fields(file, **{"tokenizer.ggml.pre": name}).tokenizer_files().library
     pieces = [piece for piece, _ in library.pre_tokenizer.pre_tokenize_str("I'm 1234 aB=c `(d'S/\n\n12")]
     assert "|".join(pieces).replace("\u0120", " ").replace("\u010a", "\n") == PIECES[name]
+
+
+def test_the_rule_of_qwen35_is_that_of_transformers():
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+
+    assert PRE_TOKENIZERS["qwen35"] == [PRETOKENIZE_REGEX]
 
 
 TOKENIZER_FIELDS = """model pre tokens token_type merges scores bos_token_id eos_token_id eot_token_id eom_token_id

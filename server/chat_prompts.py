@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from cli import UserError, print_status
 from server.answers import AnswerSyntax
 from server.constraints import Constraint, answer_source
+from server.parameters import property_types
 from server.request_fields import ApiError, FieldReader, log_once, read_role
+from server.tool_grammars import ToolGrammar
 from server.tools import (
     NAME_PATTERN,
     Tool,
     ToolFormat,
-    ToolGrammar,
     find_tool_format,
     json_text,
     place_tools,
@@ -192,7 +193,10 @@ class ChatModel:
         if format is not None and (format.between is None or not tools.several):
             max_calls = 1
         names = frozenset(tool.name for tool in tools.tools)
-        syntax = AnswerSyntax(self.thinking, begins_inside, format, names, max_calls)
+        types = {}
+        if format is not None and format.parameters is not None:
+            types = {tool.name: property_types(tool.schema) for tool in tools.tools}
+        syntax = AnswerSyntax(self.thinking, begins_inside, format, names, max_calls, types=types)
         return Conversation(text, tools, continues, thinking_is_over, syntax)
 
     def thoughts_before(self, content: str | None, text: str) -> tuple[bool, bool]:

@@ -31,7 +31,8 @@ from grammar import (
     schema_rule,
 )
 from server.request_fields import ApiError, FieldReader, log_once
-from server.tools import Tool, ToolGrammar, literal, text_until
+from server.tool_grammars import ToolGrammar, literal, text_until
+from server.tools import Tool
 from tokenizer import Tokenizer
 
 MAX_VALID = 256  # grammars that are remembered as valid

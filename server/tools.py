@@ -1,16 +1,18 @@
-"""Tools: how a model writes calls of functions, and the grammars that make it write calls that fit.
+"""Tools: how a model writes calls of functions.
 
 Read down: Tool, a function that a request offers; ToolFormat, how a model writes calls;
-find_tool_format, which finds this out by rendering conversations with the model's chat template;
-the grammars. answers.py has the parser of answers.
+find_tool_format, which finds this out by rendering conversations with the model's chat template.
+answers.py has the parser of answers, and tool_grammars.py the grammars of calls.
 
 Every format that is supported writes a call as
 
     prefix NAME middle ARGUMENTS suffix
 
-where ARGUMENTS is a JSON object. `begin` comes before the first call of an answer, `between`
-between two calls, and `end` after the last one. For Qwen, the prefix is
-'<tool_call>\\n{"name": "', the middle '", "arguments": ' and the suffix '}\\n</tool_call>'.
+where ARGUMENTS is a JSON object, or arguments that are written one by one as parameters.py
+describes. `begin` comes before the first call of an answer, `between` between two calls, and `end`
+after the last one. For Qwen3, the prefix is '<tool_call>\\n{"name": "', the middle
+'", "arguments": ' and the suffix '}\\n</tool_call>'. For Qwen3.5, they are
+'<tool_call>\\n<function=', '>\\n' and '</function>\\n</tool_call>'.
 """
 
 import json
@@ -20,7 +22,7 @@ from itertools import product
 from os.path import commonprefix
 
 from cli import UserError
-from grammar import schema_rule
+from server.parameters import ParameterFormat, spaced_pattern
 from tokenizer import THINKING_MARKS, ChatTemplate, Tokenizer
 
 NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # a function's name: Anthropic's limit, OpenAI's is 64
@@ -51,6 +53,7 @@ class ToolFormat:
     begin: str = ""
     between: str | None = None  # None: an answer has at most one call
     end: str = ""
+    parameters: ParameterFormat | None = None  # None: the arguments are a JSON object
     # Marks before a call that the model may write, although the template does not.
     more_openers: tuple[str, ...] = ()
     null_content: bool = False  # the content of a message with calls must be null
@@ -76,7 +79,9 @@ class ToolFormat:
 
     def _mark(self, text: str) -> str:
         """The part of a text before the JSON object or the array of a call. Without JSON, the whole
-        text stands before the name."""
+        text stands before the name, or its first mark if arguments are written one by one."""
+        if self.parameters is not None:
+            return re.match(r"\s*(\S*)", text)[1]
         if self.keys is not None:
             text = re.sub(r'\[?\s*\{\s*"\w+"\s*:\s*"$', "", text)
         return text.strip()
@@ -84,6 +89,8 @@ class ToolFormat:
     @property
     def closers(self) -> tuple[str, ...]:
         """The marks after a call."""
+        if self.parameters is not None:  # the first one ends the arguments
+            return tuple((self.suffix + "\n" + self.end).split())
         marks = [re.sub(r"^[^<\[]*[}\]]", "", text).strip() for text in (self.suffix, self.end)]
         return tuple(mark for mark in marks if mark)
 
@@ -95,7 +102,20 @@ class ToolFormat:
     def marks(self) -> str:
         """All texts that a model may write around names and arguments."""
         texts = [self.begin, self.prefix, self.middle, self.suffix, self.end]
+        if self.parameters is not None:
+            texts += [self.parameters.before, self.parameters.middle, self.parameters.after]
         return "\n".join([*texts, *self.more_openers])
+
+    def call_start(self, opener: str) -> str:
+        """A regular expression for what follows an opener, up to the arguments, if a call is not a
+        JSON object. The name is its group."""
+        before = ""
+        if self.parameters is not None:
+            texts = (self.begin + self.prefix, self.prefix, opener)
+            whole = next(text.lstrip() for text in texts if text.lstrip().startswith(opener))
+            before = spaced_pattern(whole.removeprefix(opener))
+        middle = re.escape(self.middle.strip()).replace(PROBE_ID, r"\w*")
+        return rf"\s*{before}\s*({NAME_PATTERN})\s*{middle}\s*"
 
     def arguments_for_template(self, arguments) -> dict | str:
         """The arguments of a call in a message, as the template expects them.
@@ -109,7 +129,7 @@ class ToolFormat:
         return text if self.writes_text else {"arguments": text}
 
     def write(self, calls: list[tuple[str, str]]) -> str:
-        """The text of calls, given as (name, arguments as JSON text)."""
+        """The text of calls, given as (name, arguments as JSON text), if a call has these."""
         texts = []
         for name, arguments in calls:
             texts.append(self.prefix + name + self.middle + arguments + self.suffix)
@@ -157,6 +177,8 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 PROBE_FUNCTION = {"name": PROBE_NAME, "description": "A probe.", "parameters": NO_PARAMETERS}
 PROBE_TOOL = {"type": "function", "function": PROBE_FUNCTION}
 PROBE_NAMES = ("probe_first", "probe_second")  # the functions that are called
+PROBE_KEYS = ("probe_key", "probe_second_key")  # names of arguments
+PROBE_VALUES = ("probe_value", "probe_second_value")
 PROBE_CONTENT = "\u00a7\u00a7\u00a7"  # the content of an answer without calls
 QUESTION = {"role": "user", "content": "Hello"}
 
@@ -232,7 +254,7 @@ class Probe:
         if n == 0:
             answer = {"role": "assistant", "content": PROBE_CONTENT}
             return try_to_render(self.template, [QUESTION, answer], self.place)
-        arguments = [{"probe_key": name} for name in PROBE_NAMES[:n]]
+        arguments = [{PROBE_KEYS[0]: name} for name in PROBE_NAMES[:n]]
         if self.text_arguments:
             arguments = [json.dumps(one) for one in arguments]
         return self.render_calls(arguments)
@@ -252,8 +274,12 @@ def probe_format(probe: Probe) -> ToolFormat | None:
     """The format in which the template writes calls; None if it does not write them, or the format
     is not supported."""
     header, _, end_of_turn = probe.render(0).rpartition(PROBE_CONTENT)
+    parameters = None
     single = split_at_calls(probe.render(1), PROBE_NAMES[:1])
-    double = split_at_calls(probe.render(2), PROBE_NAMES)
+    if single is None:
+        parameters = find_parameters(probe)
+        single = split_at_calls(probe.render(1), PROBE_NAMES[:1], parameters)
+    double = split_at_calls(probe.render(2), PROBE_NAMES, parameters)
     if not header or single is None:
         return None
 
@@ -269,33 +295,67 @@ def probe_format(probe: Probe) -> ToolFormat | None:
     found = ToolFormat(start, middle, rest)
     if double is not None and double[1] == double[3] == middle:
         found = split_between(start, double[2], rest, middle)
+    found = replace(found, parameters=parameters)
+    if parameters is not None:  # some models leave out the first mark
+        found = replace(found, more_openers=tuple(found.prefix.split()[1:][-1:]))
     if "<|python_tag|>" in probe.template.source:  # Llama 3's
         found = replace(found, more_openers=("<|python_tag|>",))
     return found if is_supported(found) else None
 
 
 def is_supported(format: ToolFormat) -> bool:
-    """Whether a call is a JSON object, or marks show where its name and its arguments begin."""
+    """Whether a call is a JSON object, or marks show where its name and its arguments begin, and
+    where each argument ends."""
     opening = format.begin + format.prefix
     if PROBE_ID in opening:
         return False
     if format.keys is not None:
         return True
     begins_with_mark = opening[:1] in ("<", "[")
-    has_middle = format.middle.strip() != ""
     characters = set(opening + format.middle + format.suffix + format.end)
-    return begins_with_mark and has_middle and characters.isdisjoint('{}"')
+    if not begins_with_mark or not characters.isdisjoint('{}"'):
+        return False
+    if format.parameters is None:
+        return format.middle.strip() != ""
+    marks = (format.parameters.before, format.parameters.after, format.suffix)
+    has_marks = all(mark.strip().startswith(("<", "[")) for mark in marks)
+    return has_marks and format.parameters.middle.strip() != "" and not format.writes_ids
 
 
-def split_at_calls(text: str, names: tuple[str, ...]) -> list[str] | None:
+def find_parameters(probe: Probe) -> ParameterFormat | None:
+    """The format in which the template writes arguments one by one; None if it does not."""
+    none = probe.render_calls([{}]).partition(PROBE_NAMES[0])[2]
+    text = probe.render_calls([dict(zip(PROBE_KEYS, PROBE_VALUES))])
+    parts = []  # the texts before and between the name, the keys and the values, and the rest
+    for word in (PROBE_NAMES[0], PROBE_KEYS[0], PROBE_VALUES[0], PROBE_KEYS[1], PROBE_VALUES[1]):
+        part, found, text = text.partition(word)
+        if not found:
+            return None
+        parts.append(part)
+
+    _, first, middle, second, same_middle = parts
+    before = first.removeprefix(common_start(none, first))
+    after = second.removesuffix(before)
+    suffix = none.removeprefix(first.removesuffix(before))
+    if not before or after == second or middle != same_middle or text != after + suffix:
+        return None
+    return ParameterFormat(before, middle, after)
+
+
+def split_at_calls(text: str, names: tuple[str, ...], parameters: ParameterFormat | None = None) -> list[str] | None:
     """The texts before, between and after the names and the arguments of calls, in order.
 
-    None if a name or its arguments are missing, or if the arguments are not written as JSON.
+    None if a name or its arguments are missing, or if the arguments are written in another way.
     """
     parts = []
+    key = PROBE_KEYS[0]
     for name in names:
         before, found, text = text.partition(name)
-        arguments = re.search(rf'\{{\s*"probe_key"\s*:\s*"{name}"\s*\}}', text)
+        pattern = rf'\{{\s*"{key}"\s*:\s*"{name}"\s*\}}'
+        if parameters is not None:
+            written = parameters.before + key + parameters.middle + name + parameters.after
+            pattern = re.escape(written)
+        arguments = re.search(pattern, text)
         if not found or arguments is None:
             return None
         parts += [before, text[: arguments.start()]]
@@ -354,77 +414,7 @@ def split_between(start: str, between: str, rest: str, middle: str) -> ToolForma
     )
 
 
-# ---------------------------------------------------------------- grammars
-
-
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The ids of the special tokens by their names."""
     names = tokenizer.vocabulary.tokens()
     return {names[i]: i for i in tokenizer.vocabulary.special_ids if i < len(names) and names[i]}
-
-
-def literal(text: str, special: dict[str, int]) -> str:
-    """A text as an expression of a grammar. Any id may stand in the place of PROBE_ID. Special
-    tokens are named by their token ids, because text does not match them."""
-    found = [name for name in special if name in text]
-    names = sorted(found, key=len, reverse=True)  # a name may be the beginning of a longer one
-    pattern = "|".join(map(re.escape, [*names, PROBE_ID]))
-    expressions = {name: f"<[{special[name]}]>" for name in names}
-    expressions[PROBE_ID] = f"/{ID_PATTERN}/"
-    parts = [part for part in re.split(f"({pattern})", text) if part]
-    return " ".join(expressions.get(part) or json.dumps(part) for part in parts)
-
-
-def text_until(name: str, mark: str) -> str:
-    """The rule for a text that ends with the first mark in it."""
-    if "<[" in mark:  # a special token ends the text in any case, because TEXT does not match it
-        return f"{name}: TEXT {mark}"
-    return f"{name}[lazy]: TEXT {mark}"
-
-
-class ToolGrammar:
-    """Expressions of a Lark grammar for calls of tools, and the rules that they refer to. The rule
-    TEXT is not among them."""
-
-    def __init__(self, format: ToolFormat, tools: list[Tool], special: dict[str, int], several: bool):
-        """special: from special_tokens. several: whether an answer may have more than one call."""
-        self.format = format
-        self.special = special
-        self.several = several and format.between is not None
-
-        middle = literal(format.middle, special)
-        suffix = literal(format.suffix, special)
-        calls = []
-        arguments = []
-        for i, tool in enumerate(tools):
-            calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
-            rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
-            arguments.append(f"arguments_{i}: {rule}")
-        self.rules = [f"call: {' | '.join(calls)}", *arguments]
-
-    def calls(self) -> str:
-        """The expression of an answer's calls."""
-        return self._calls_after(self.format.begin + self.format.prefix)
-
-    def _calls_after(self, opening: str) -> str:
-        """The expression of calls with `opening` before the first name."""
-        parts = [literal(opening, self.special), "call"]
-        if self.several:
-            separator = literal(self.format.between + self.format.prefix, self.special)
-            parts.append(f"({separator} call)*")
-        parts.append(literal(self.format.end, self.special))
-        return " ".join(parts)
-
-    def text_with_calls(self) -> str:
-        """The expression of any text in which everything after the mark of a call is a call."""
-        marks = self.format.openers
-        if marks == self.format.more_openers:  # an answer that begins with "{" is a call
-            self.rules.append(r"no_call: /(\s*[^\s{](.|\n)*)?/")
-            tags = "".join(f"({literal(mark, self.special)})? " for mark in marks)
-            return f"(no_call | {tags}{self.calls()})"
-
-        self.rules.append(text_until("text_and_mark", literal(marks[0], self.special)))
-        opening = self.format.begin + self.format.prefix
-        _, _, rest = opening.partition(marks[0])
-        calls = f"text_and_mark {self._calls_after(rest)}"
-        return f"(({calls})* TEXT)" if self.several else f"(TEXT | {calls})"

@@ -23,10 +23,12 @@ from checkpoint import read_config
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
 from server.api import ServedModel
+from server.parameters import ParameterFormat
 from server.pipe_messages import Update
 from server.request_fields import ApiError, FieldReader
 from server.responses import ResponseBuilder
-from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat, ToolGrammar
+from server.tool_grammars import ToolGrammar
+from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat
 from tokenizer import Tokenizer, read_tokenizer_files
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
@@ -85,14 +87,24 @@ COMMAND_R_TEMPLATE = """{% for tool in tools or [] %}def {{ tool.function.name }
     {%- endfor %}
 {%- endfor %}<|START|>system<|MIDDLE|>Write a list of calls:
 [{"tool_name": title, "parameters": {}}]<|END|>{% if add_generation_prompt %}<|START|>assistant<|MIDDLE|>{% endif %}"""
-# Calls that are not JSON, as of Qwen3-Coder.
+# Arguments one by one, without line breaks around values, and with marks around keys, as GLM 4.6 has them.
 XML_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
 <function={{ c.function.name }}>
-{% for key, value in c.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>
+{% for key, value in c.function.arguments | items %}<parameter={{ key }}>{{ value | tojson if value is not string
+ else value }}</parameter>
 {% endfor %}</function>
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}"""
+GLM_TEMPLATE = """{{ tools }}{% for m in messages %}<|{{ m.role }}|>
+{%- if m.role != 'assistant' %}{{ '\\n' + m.content }}
+{%- else %}{{ '\\n<think></think>' }}{{ '\\n' + m.content if m.content }}
+    {%- for c in m.tool_calls or [] %}{{ '\\n<tool_call>' + c.function.name + '\\n' }}
+        {%- for key, value in c.function.arguments.items() %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value | tojson if value is not string else value }}</arg_value>
+{% endfor %}</tool_call>
+    {%- endfor %}<|im_end|>
+{%- endif %}{% endfor %}"""
 # Calls without names, as of Kimi K2.
 ID_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.id }}<|args|>{{ c.function.arguments | tojson }}<|/call|>
@@ -102,11 +114,23 @@ TOOL_SOURCES = {"hermes-3": (TEMPLATES / "hermes-3-tool-use.jinja").read_text(en
 SOURCES = {
     "hermes-3": (TEMPLATES / "openhermes-2.5.jinja").read_text(encoding="utf-8"),
     "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
-    "deepseek": DEEPSEEK_TEMPLATE, "command-r": COMMAND_R_TEMPLATE,
+    "deepseek": DEEPSEEK_TEMPLATE, "command-r": COMMAND_R_TEMPLATE, "xml": XML_TEMPLATE, "glm": GLM_TEMPLATE,
 } | {name: (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in (
-    "qwen2.5", "qwen3", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5", "gemma-2",
+    "qwen2.5", "qwen3", "qwen3.5", "qwen3-coder", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3",
+    "openhermes-2.5", "gemma-2",
 )}  # fmt: skip
+QWEN_XML = ToolFormat(
+    "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", between="\n", more_openers=("<function=",),
+    writes_text=False, parameters=ParameterFormat("<parameter=", ">\n", "\n</parameter>\n"),
+)  # fmt: skip
 FORMATS = {
+    "qwen3.5": QWEN_XML,
+    "qwen3-coder": QWEN_XML,
+    "xml": replace(QWEN_XML, between="", parameters=ParameterFormat("<parameter=", ">", "</parameter>\n")),
+    "glm": ToolFormat(
+        "<tool_call>", "\n", "</tool_call>", between="\n", writes_text=False,
+        parameters=ParameterFormat("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
     "hermes-3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     "phi-4-mini": replace(PHI, tools_in="system"),
     "smollm3": replace(HERMES, tools_in="xml_tools"),
@@ -128,6 +152,8 @@ FORMATS = {
         begin="\nAction:\n```json\n[", between=",", end="\n]```",
     ),
 }  # fmt: skip
+JSON_FORMATS = [name for name, format in FORMATS.items() if format.parameters is None]
+ONE_BY_ONE = [name for name, format in FORMATS.items() if format.parameters is not None]
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
 SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>"]
 SPECIAL += ["<|START|>", "<|MIDDLE|>", "<|END|>"]
@@ -176,10 +202,10 @@ def test_formats_are_found_from_templates(served):
     assert {name: served(name).chat.tool_format for name in SOURCES if name not in FORMATS} == {
         "openhermes-2.5": None, "gemma-2": None,
     }  # fmt: skip
-    others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", XML_TEMPLATE)
-    assert [served(source).chat.tool_format for source in (*others, ID_TEMPLATE)] == [None] * 5
+    others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", ID_TEMPLATE)
+    assert [served(source).chat.tool_format for source in others] == [None] * 4
     thinking = [name for name in SOURCES if served(name).chat.thinking]
-    assert thinking == ["smollm3", "qwen3", "granite-3.3"]
+    assert thinking == ["smollm3", "glm", "qwen3", "qwen3.5", "granite-3.3"]
 
 
 # ---------------------------------------------------------------- the parser
@@ -296,7 +322,7 @@ def check_what_the_template_writes(model: ServedModel, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_what_the_template_writes_is_parsed_as_these_calls(served, name, data):
@@ -304,7 +330,7 @@ def test_what_the_template_writes_is_parsed_as_these_calls(served, name, data):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_many_answers_that_templates_write_are_parsed(served, name, data):
@@ -481,7 +507,7 @@ def fits(model: ServedModel, compiler, source: str, text: str) -> bool:
 
 
 FITTING = [{"x": 1}, {"x": -2, "y": "ä"}]
-NOT_FITTING = [{}, {"x": "1"}, {"x": 1, "y": "no"}, {"x": 1, "z": 1}]
+NOT_FITTING = [{}, {"x": "one"}, {"x": 1, "y": "no"}, {"x": 1, "z": 1}]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -501,7 +527,8 @@ def test_calls_fit_their_grammar_if_their_arguments_do(served, compiler, name):
         both = rendered_answer(model, "", [("f", FITTING[0]), ("get_weather", {})])
         one = ToolGrammar(format, TOOLS, special, False)
         assert fits(model, compiler, source, both)
-        assert not fits(model, compiler, "\n".join([f"start: {one.calls()}", *one.rules]), both)
+        only_one = "\n".join([f"start: {one.calls()}", r"TEXT: /(.|\n)*/", *one.rules])
+        assert not fits(model, compiler, only_one, both)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -690,7 +717,10 @@ def test_calls_and_results_in_the_history(served, name):
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It rains."}]},
     ]
     conversation = model.chat.read_conversation(FieldReader(REQUEST | {"messages": messages}))
-    written = FORMATS[name].write([("f", '{"x": 1}')]).replace(PROBE_ID, model.chat.id_for_template("call_1"))
+    if FORMATS[name].parameters is None:
+        written = FORMATS[name].write([("f", '{"x": 1}')]).replace(PROBE_ID, model.chat.id_for_template("call_1"))
+    else:
+        written = rendered_answer(model, "", [("f", {"x": 1})])
     expected, text = without_space(written), conversation.text
     assert expected in without_space(text) and "It rains." in text and "get_weather" in text
     said = [QUESTION, messages[1] | {"content": "Let me look."}, messages[2]]

@@ -1,0 +1,232 @@
+"""Grammars that make a model write calls of tools that fit their schemas.
+
+Read down: literal and text_until, expressions of a Lark grammar; ToolGrammar, the expressions for
+calls; ParameterRules, the rules for arguments that are written one by one. tools.py describes how a
+model writes calls, and grammar.py how masks follow a grammar.
+"""
+
+import json
+import re
+
+from grammar import schema_rule
+from server.parameters import (
+    MAX_DEPTH,
+    STRING,
+    ParameterFormat,
+    follow,
+    members_of,
+    properties_of,
+    types_of,
+)
+from server.tools import ID_PATTERN, PROBE_ID, Tool, ToolFormat
+
+
+def literal(text: str, special: dict[str, int]) -> str:
+    """A text as an expression of a grammar. Any id may stand in the place of PROBE_ID. Special
+    tokens are named by their token ids, because text does not match them."""
+    found = [name for name in special if name in text]
+    names = sorted(found, key=len, reverse=True)  # a name may be the beginning of a longer one
+    pattern = "|".join(map(re.escape, [*names, PROBE_ID]))
+    expressions = {name: f"<[{special[name]}]>" for name in names}
+    expressions[PROBE_ID] = f"/{ID_PATTERN}/"
+    parts = [part for part in re.split(f"({pattern})", text) if part]
+    return " ".join(expressions.get(part) or json.dumps(part) for part in parts)
+
+
+def text_until(name: str, mark: str) -> str:
+    """The rule for a text that ends with the first mark in it."""
+    if "<[" in mark:  # a special token ends the text in any case, because TEXT does not match it
+        return f"{name}: TEXT {mark}"
+    return f"{name}[lazy]: TEXT {mark}"
+
+
+class ToolGrammar:
+    """Expressions of a Lark grammar for calls of tools, and the rules that they refer to. The rule
+    TEXT is not among them."""
+
+    def __init__(self, format: ToolFormat, tools: list[Tool], special: dict[str, int], several: bool):
+        """special: from special_tokens. several: whether an answer may have more than one call."""
+        self.format = format
+        self.special = special
+        self.several = several and format.between is not None
+
+        middle = literal(format.middle, special)
+        suffix = literal(format.suffix, special)
+        calls = []
+        rules = []
+        for i, tool in enumerate(tools):
+            calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
+            if format.parameters is not None:
+                rules += ParameterRules(format.parameters, tool, str(i), special).rules
+                continue
+            rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
+            rules.append(f"arguments_{i}: {rule}")
+        self.rules = [f"call: {' | '.join(calls)}", *rules]
+
+    def calls(self) -> str:
+        """The expression of an answer's calls."""
+        return self._calls_after(self.format.begin + self.format.prefix)
+
+    def _calls_after(self, opening: str) -> str:
+        """The expression of calls with `opening` before the first name."""
+        parts = [literal(opening, self.special), "call"]
+        if self.several:
+            separator = literal(self.format.between + self.format.prefix, self.special)
+            parts.append(f"({separator} call)*")
+        parts.append(literal(self.format.end, self.special))
+        return " ".join(parts)
+
+    def text_with_calls(self) -> str:
+        """The expression of any text in which everything after the mark of a call is a call."""
+        marks = self.format.openers
+        if marks == self.format.more_openers:  # an answer that begins with "{" is a call
+            self.rules.append(r"no_call: /(\s*[^\s{](.|\n)*)?/")
+            tags = "".join(f"({literal(mark, self.special)})? " for mark in marks)
+            return f"(no_call | {tags}{self.calls()})"
+
+        self.rules.append(text_until("text_and_mark", literal(marks[0], self.special)))
+        opening = self.format.begin + self.format.prefix
+        _, _, rest = opening.partition(marks[0])
+        calls = f"text_and_mark {self._calls_after(rest)}"
+        return f"(({calls})* TEXT)" if self.several else f"(TEXT | {calls})"
+
+
+# ---------------------------------------------------------------- arguments one by one
+
+ANY_TEXT = r"(.|\n)*"
+DEFINITIONS = ("$defs", "definitions", "$schema")  # of a whole schema, which its parts need
+MAX_REPEATS = 10_000  # longer texts are not limited
+
+
+class ParameterRules:
+    """The rules for a tool's arguments if they are written one by one: the properties of its schema
+    in their order, of which those that are not required may be missing, and then any others.
+
+    Not enforced are the schema's keywords about the object as a whole, and a string's format.
+    """
+
+    def __init__(self, format: ParameterFormat, tool: Tool, name: str, special: dict[str, int]):
+        """name: a part of the names of the rules, so that those of several tools differ."""
+        self.format = format
+        self.root = tool.schema
+        self.lenient = not tool.strict
+        self.name = name
+        self.special = special
+        self.after = literal(format.after, special)
+        self.texts: dict[str, str] = {}  # the rule of a text -> the rule's name
+        self.rules: list[str] = []
+
+        top = follow(self.root, self.root)
+        if not isinstance(top, dict):
+            top = {}
+        required = top.get("required")
+        if not isinstance(required, list):
+            required = []
+        properties = dict(properties_of(self.root))
+        for key in required:
+            if isinstance(key, str):
+                properties.setdefault(key, True)
+
+        parts = []
+        for key, schema in properties.items():
+            part = self._parameter(json.dumps(key), self._value(schema))
+            if schema is not False:
+                parts.append(part if key in required else f"({part})?")
+        others = top.get("additionalProperties", True)
+        if others is not False:
+            named = "".join(f" & ~{json.dumps(key)}" for key in properties)
+            self.rules.append(rf"KEY_{name}: /[\w.-]{{1,64}}/{named}")
+            parts.append(f"({self._parameter(f'KEY_{name}', self._value(others))})*")
+        self.rules.append(f"arguments_{name}: {' '.join(parts) or json.dumps('')}")
+
+    def _parameter(self, key: str, value: str) -> str:
+        """The expression of an argument. Its key is a token of its own: the library does not tell
+        tokens apart of which one is the beginning of another."""
+        before = literal(self.format.before, self.special)
+        middle = literal(self.format.middle, self.special)
+        return f"{before} {key} {middle} {value}"
+
+    def _value(self, schema, depth: int = 0) -> str:
+        """The expression of a value and of the text after it."""
+        schema = follow(schema, self.root)
+        types = types_of(schema, self.root)
+        if types is None or depth > MAX_DEPTH:
+            return self._text({})
+        members = members_of(schema)
+        if members:
+            return self._one_of(members)
+        if "string" not in types:
+            whole = {key: self.root[key] for key in DEFINITIONS if key in self.root} | schema
+            return f"{schema_rule(whole, self.lenient)} {self.after}"
+        if types == STRING:
+            return self._text(schema)
+
+        # Any text fits a string beside other types, so only a choice of texts can be enforced.
+        parts = schema.get("anyOf") or schema.get("oneOf") or []
+        parts = [follow(part, self.root) for part in parts]
+        for part in parts:
+            part_types = types_of(part, self.root)
+            if part_types is None or ("string" in part_types and not members_of(part)):
+                return self._text({})
+        values = [self._value(part, depth + 1) for part in parts]
+        return f"({' | '.join(values)})" if values else self._text({})
+
+    def _one_of(self, members: list) -> str:
+        """One of the values of an enum, and the text after it."""
+        mark = self.format.after.strip()
+        texts = [one if isinstance(one, str) else json.dumps(one) for one in members]
+        choices = [json.dumps(text) for text in texts if mark not in text]
+        if not choices:
+            return self._text({})
+        return f"({' | '.join(choices)}) {self.after}"
+
+    def _text(self, schema: dict) -> str:
+        """A string, and the text after it, which begins with the first mark."""
+        conditions = [f"~(TEXT {json.dumps(self.format.after.strip())} TEXT)"]
+        conditions += length_conditions(schema)
+        pattern = whole_pattern(schema.get("pattern"))
+        if pattern is not None:
+            conditions.append(f"/{pattern}/")
+        text = f"(TEXT & {' & '.join(conditions)})"
+        is_token = "<[" in self.after
+        if not is_token:
+            text = f"{text} {self.after}"
+
+        name = self.texts.setdefault(text, f"VALUE_{self.name}_{len(self.texts)}")
+        rule = f"{name}: {text}"
+        if rule not in self.rules:
+            self.rules.append(rule)
+        return f"{name} {self.after}" if is_token else name
+
+
+def length_conditions(schema: dict) -> list[str]:
+    """The expression of all texts that have the length that a schema asks for, if it does."""
+    low = schema.get("minLength", 0)
+    high = schema.get("maxLength", MAX_REPEATS + 1)
+    if type(low) is not int or type(high) is not int or not 0 <= low <= MAX_REPEATS or high < 0:
+        return []
+    if high > MAX_REPEATS:
+        return [rf"/(.|\n){{{low},}}/"] if low else []
+    return [rf"/(.|\n){{{low},{high}}}/"]
+
+
+def whole_pattern(pattern) -> str | None:
+    """A regular expression that matches whole texts, of one that is searched in them. None if
+    there is no pattern, or if it has anchors elsewhere than at its ends."""
+    if not isinstance(pattern, str):
+        return None
+    parts = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL)
+    before = ANY_TEXT
+    after = ANY_TEXT
+    if parts[:1] == ["^"]:
+        before = ""
+        del parts[0]
+    if parts[-1:] == ["$"]:
+        after = ""
+        del parts[-1]
+
+    is_choice = "|" in parts and before + after != ANY_TEXT * 2  # each choice would have its anchors
+    if is_choice or not {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}.isdisjoint(parts):
+        return None
+    body = "".join(parts).replace("\n", r"\n").replace(r"\/", "/").replace("/", r"\/")
+    return f"{before}({body}){after}"

@@ -45,7 +45,7 @@ class ParameterFormat:
     @property
     def key_pattern(self) -> str:
         """A regular expression for a key, which is its group, and the mark that ends the key."""
-        return r"([^\n]*?)" + spaced_pattern(self.middle)
+        return r"([^\n<]*?)" + spaced_pattern(self.middle)
 
 
 def spaced_pattern(text: str) -> str:

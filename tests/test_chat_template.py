@@ -46,6 +46,8 @@ FAMILIES = {  # file: BOS token, EOS token, the token that ends a turn
     "phi-4-mini": ("<|endoftext|>", "<|endoftext|>", "<|end|>"),
     "qwen2.5": (None, "<|im_end|>", "<|im_end|>"),
     "qwen3": (None, "<|endoftext|>", "<|im_end|>"),
+    "qwen3-coder": (None, "<|im_end|>", "<|im_end|>"),
+    "qwen3.5": (None, "<|im_end|>", "<|im_end|>"),
     "vigogne-2": ("<s>", "</s>", "</s>"),
 }
 SPECIAL = re.compile(r"<\|/?\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>")
@@ -171,6 +173,7 @@ OWN_FIELDS = [  # in which the templates of Phi-4-mini and OLMo 3 expect tools
     {"role": "environment", "content": "21"},
 ]
 WITH_TOOLS = ["gemma-3", "granite-3.1", "granite-3.3", "olmo-2", "olmo-3-think", "olmo-3.1", "phi-3-mini", "phi-4-mini"]
+WITH_TOOLS += ["qwen3-coder", "qwen3.5"]
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -190,7 +193,7 @@ def test_tools_and_thinking_equal_transformers(library, name, tmp_path):
         thinking = [equal_to_transformers(ours, oracle, ASKED, thinking=value) for value in (True, False)]
         controlled = equal_to_transformers(ours, oracle, ASKED, controls={"length": "long"}, documents=documents)
     offered = texts[8]
-    assert ('The \\"weather' in offered) == (name in ("granite-3.1", "granite-3.3", "olmo-3.1")), (
+    assert ('The \\"weather' in offered) == (name in ("granite-3.1", "granite-3.3", "olmo-3.1", "qwen3.5")), (
         "only these have tools"
     )
     assert (thinking[0] != thinking[1]) == (name == "granite-3.3")

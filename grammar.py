@@ -1,6 +1,7 @@
 """Grammars: the tokens that may come next, so that an answer fits a JSON schema or a grammar.
 
-Read down: Grammar, which follows one answer; GrammarTokenizer, which compiles grammars;
+Read down: Grammar, which follows one answer; ThinkingLimit, which does the same for the length of
+its thoughts; GrammarTokenizer, which compiles grammars;
 GrammarThread, which compiles them while the engine goes on; the sources of grammars;
 SchemaLoosener, which changes schemas that the library does not support.
 
@@ -13,11 +14,13 @@ need this file.
 Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
 """
 
+import codecs
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -35,6 +38,8 @@ MAX_SOURCE_BYTES = 1 << 18
 # White space between the tokens of JSON: none, a space, or a line break and its indentation.
 # Without a bound, a small model may write white space until its answer is cut off.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,40})?"}
+# Thoughts may go on for this many tokens until a character is complete: grammars need whole ones.
+MAX_OVERRUN = 8
 
 
 class Grammar:
@@ -71,6 +76,103 @@ class Grammar:
         if not self.matcher.consume_token(token):
             raise UserError(f"{TOO_COMPLEX}: {printable(self.matcher.get_error())}")
         return self.matcher.is_stopped()
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """How long the thoughts of an answer may be, and how they end if they would be longer."""
+
+    tokens: int
+    marks: tuple[str, str]  # before and after thoughts
+    end_ids: tuple[int, ...]  # the tokens of the text that ends them
+    begins_inside: bool  # whether the prompt ends with the first mark
+
+
+class ThoughtState(NamedTuple):
+    """Where an answer stands after some of its tokens."""
+
+    place: str  # "before", "inside" or "after" its thoughts, or "ending", within the forced text
+    text: bytes  # the latest text, as far as it may be a part of a mark
+    count: int  # tokens of the thoughts, or if the place is "ending" of the forced text
+
+
+class ThinkingLimit:
+    """Ends thoughts that have reached their budget: then it allows just one token at a time, those
+    of the text that ends thoughts. The engine uses it as a Grammar, and it may have one itself,
+    which the answer must fit, too."""
+
+    def __init__(self, budget: ThinkingBudget, vocabulary, grammar: Grammar | None = None):
+        """vocabulary: of a Tokenizer."""
+        self.budget = budget
+        self.vocabulary = vocabulary
+        self.grammar = grammar
+        self.state = ThoughtState("before", b"", 0)
+        if budget.begins_inside:
+            self.state = self._inside(b"", 0)
+
+    def fill(self, masks: Tensor, drafted: Sequence[int] = ()):
+        """Write the masks of the next token and of those after each of the drafted tokens, as
+        Grammar.fill does."""
+        if self.grammar is None:
+            masks[: len(drafted) + 1] = -1
+        else:
+            self.grammar.fill(masks, drafted)
+
+        state = self.state
+        for m, token in enumerate((*drafted, None)):
+            if state.place == "ending":
+                forced = self.budget.end_ids[state.count]
+                bit = 1 << forced % 32
+                masks[m] = 0
+                masks[m, forced // 32] = (bit ^ 1 << 31) - (1 << 31)  # as a signed number
+                if token != forced:
+                    break
+            if token is not None:
+                state = self._after(state, token)
+
+    def accept(self, token: int) -> bool:
+        """Add a token to the answer. Returns whether the answer is complete."""
+        self.state = self._after(self.state, token)
+        return self.grammar is not None and self.grammar.accept(token)
+
+    def _after(self, state: ThoughtState, token: int) -> ThoughtState:
+        """The state after one more token."""
+        if state.place == "after":
+            return state
+        if state.place == "ending":
+            is_last = state.count + 1 == len(self.budget.end_ids)
+            return ThoughtState("after" if is_last else "ending", b"", state.count + 1)
+
+        text = state.text + self._bytes(token)
+        if state.place == "inside":
+            return self._inside(text, state.count + 1)
+        text = text.lstrip()
+        begin = self.budget.marks[0].encode()
+        if text.startswith(begin):
+            return self._inside(text.removeprefix(begin), 0)
+        return ThoughtState("before" if begin.startswith(text) else "after", text, 0)
+
+    def _inside(self, text: bytes, count: int) -> ThoughtState:
+        """The state within thoughts after `count` of their tokens, which end with this text."""
+        end = self.budget.marks[1].encode()
+        if end in text:
+            return ThoughtState("after", b"", 0)
+        overrun = count - self.budget.tokens
+        if overrun >= MAX_OVERRUN or (overrun >= 0 and not ends_within_character(text)):
+            return ThoughtState("ending", b"", 0)
+        return ThoughtState("inside", text[-len(end) :], count)
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self.vocabulary.special_ids:
+            return self.vocabulary.name(token).encode()
+        return self.vocabulary.token_bytes(token)
+
+
+def ends_within_character(data: bytes) -> bool:
+    """Whether the last bytes are the beginning of a character in UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return decoder.getstate()[0] != b""
 
 
 class GrammarTokenizer:

@@ -45,7 +45,7 @@ from cli import (
 )
 from compile import compile_while_serving, warm_up
 from engine import Engine, EngineOptions, SingleProcess
-from grammar import GrammarThread
+from grammar import GrammarThread, ThinkingLimit
 from load import (
     ModelOptions,
     add_model_options,
@@ -523,6 +523,9 @@ class EngineServer:
             if isinstance(message, TextRequest):
                 answer = AnswerText(self.tokenizer, message)
                 self.answers[message.request_id] = answer
+                if message.thinking is not None:
+                    vocabulary = self.tokenizer.vocabulary
+                    answer.request.grammar = ThinkingLimit(message.thinking, vocabulary)
                 if message.grammar is None:
                     self.engine.add(answer.request)
                 else:
@@ -542,9 +545,12 @@ class EngineServer:
                 request.finish_reason = "error"
                 request.error = first_line(grammar)
                 request.failure = grammar
-            else:
+                continue
+            if request.grammar is None:
                 request.grammar = grammar
-                self.engine.add(request)
+            else:  # a ThinkingLimit
+                request.grammar.grammar = grammar
+            self.engine.add(request)
 
     def _step(self, state: str):
         """Do a step of the engine, and send a status with the updates of all requests."""

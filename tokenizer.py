@@ -340,6 +340,24 @@ class ChatTemplate:
         """The marks before and after the thoughts of the model, if its template knows them."""
         return next((marks for marks in THINKING_MARKS if marks[1] in self.source), None)
 
+    def thinking_end(self) -> str | None:
+        """The text with which the template ends thoughts: the second mark, and the line breaks
+        around it. None if the template does not know thoughts."""
+        marks = self.thinking_marks()
+        if marks is None:
+            return None
+        thoughts = "Some thoughts."
+        answer = {"role": "assistant", "content": "An answer."}
+        answer |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts)
+        try:
+            text = self.render([{"role": "user", "content": "A question?"}, answer], False)
+        except UserError:
+            text = ""
+        end = text.rpartition(thoughts)[2].partition(answer["content"])[0]
+        if re.fullmatch(rf"\n{{0,2}}{re.escape(marks[1])}\n{{0,2}}", end):
+            return end
+        return f"\n{marks[1]}\n\n"
+
     def end_ids(self) -> set[int]:
         """The special tokens that the template writes after an answer.
 

@@ -45,11 +45,14 @@ def chat_body(fields: FieldReader) -> dict:
     body["tools"] = [translate_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     body |= tool_choice_fields(fields.read("tool_choice", dict, {}))
 
-    thinking = fields.read("thinking", dict, {}).get("type")
+    settings = FieldReader(fields.read("thinking", dict, {}))
+    thinking = settings.unread.get("type")
     if thinking not in (None, "enabled", "disabled", "adaptive"):
         raise ApiError("thinking.type must be enabled, disabled or adaptive", param="thinking")
     if thinking in ("enabled", "disabled"):
         body["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
+    if thinking == "enabled":
+        body["thinking_budget"] = settings.read("budget_tokens", int, None, 1)
 
     config = fields.read("output_config", dict, {})
     body["reasoning_effort"] = FieldReader(config).read("effort", str)

@@ -299,6 +299,7 @@ class ServedModel:
             fits = partial(self.call_fits, conversation, grammar)
 
         shown_ids = self.chat.shown_ids(conversation)
+        thinking = self.chat.limit_of_thoughts(conversation)
         choices = []
         for own_params in with_next_seeds(params, n):
             request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
@@ -308,6 +309,7 @@ class ServedModel:
                 stop,
                 conversation.continues,
                 grammar,
+                thinking,
                 shown_ids,
                 can_time_out=not choices,
                 syntax=syntax,

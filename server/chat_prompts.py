@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from cli import UserError, print_status
+from grammar import ThinkingBudget
 from server.answers import AnswerSyntax
 from server.constraints import Constraint, answer_source
 from server.parameters import property_types
@@ -66,6 +67,7 @@ class Conversation:
     continues: bool  # the answer continues the last message
     thinking_is_over: bool  # the prompt ends after thoughts, which may be empty
     syntax: AnswerSyntax
+    thinking_budget: int | None = None  # the most tokens of the answer's thoughts
 
 
 class ChatModel:
@@ -93,6 +95,10 @@ class ChatModel:
             if self.template is not None:
                 self.tool_format = find_tool_format(self.tool_template)
                 self.thinking = self.template.thinking_marks()
+        self.thinking_end_ids: tuple[int, ...] = ()
+        if self.thinking is not None:
+            end_ids = tokenizer.encode(self.template.thinking_end(), add_bos=False)
+            self.thinking_end_ids = tuple(end_ids)
 
         self.template_words: set[str] = set()
         for template in (self.template, self.tool_template):
@@ -106,6 +112,7 @@ class ChatModel:
         messages = fields.unread.pop("messages", None)
         tools = self.read_tools(fields)
         variables = fields.read("chat_template_kwargs", dict, {}) | self.read_thinking(fields)
+        thinking_budget = fields.read("thinking_budget", int, None, 0)
         add_prompt = fields.read("add_generation_prompt", bool)
         continues = fields.read("continue_final_message", bool, False)
         if self.template is None:
@@ -127,7 +134,12 @@ class ChatModel:
         if add_prompt is False and not continues:
             text = "add_generation_prompt is not supported, except with true"
             raise ApiError(text, param="add_generation_prompt")
-        return self.render(checked, tools, variables, continues)
+        conversation = self.render(checked, tools, variables, continues)
+        conversation.thinking_budget = thinking_budget
+        if thinking_budget is not None and self.thinking is None:
+            text = "a request has thinking_budget, which is ignored: the model has no thoughts"
+            log_once(fields.logged, "thinking_budget", text)
+        return conversation
 
     def read_thinking(self, fields: FieldReader) -> dict:
         """The template's variables for OpenAI's reasoning_effort, as llama-server translates it,
@@ -242,6 +254,15 @@ class ChatModel:
         thinking = None if conversation.thinking_is_over else self.thinking
         begins_inside = syntax.begins_inside
         return answer_source(constraint, special, calls, tools.required, thinking, begins_inside)
+
+    def limit_of_thoughts(self, conversation: Conversation) -> ThinkingBudget | None:
+        """What the engine has to know to end the thoughts of an answer; None if they have no limit,
+        or if there are none."""
+        budget = conversation.thinking_budget
+        if budget is None or self.thinking is None or conversation.thinking_is_over:
+            return None
+        begins_inside = conversation.syntax.begins_inside
+        return ThinkingBudget(budget, self.thinking, self.thinking_end_ids, begins_inside)
 
     def shown_ids(self, conversation: Conversation) -> frozenset[int]:
         """The special tokens whose text the parser of the answer has to see."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from config import Config
 from engine import Request
+from grammar import ThinkingBudget
 from server.answers import AnswerSyntax
 from tokenizer import TokenizerFiles
 
@@ -39,6 +40,7 @@ class TextRequest:
     stop: tuple[str, ...] = ()  # stop strings end the text, or the content of a chat's answer
     continues_prompt: bool = True  # False in a chat, where an answer is a text of its own
     grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
+    thinking: ThinkingBudget | None = None  # None: thoughts may have any length
     # Special tokens that count as text, such as the marks of tool calls.
     shown_ids: frozenset[int] = frozenset()
     # Whether the request fails if it waits too long for a row. Only the first message of an HTTP

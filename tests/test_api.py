@@ -239,7 +239,7 @@ def test_neutral_values_are_accepted_and_unknown_fields_logged_once(model, capsy
 
 # Fields of NEUTRAL_VALUES that a completion or a chat reads
 READ_FIELDS = {"echo", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
-READ_FIELDS |= {"add_generation_prompt", "continue_final_message"}
+READ_FIELDS |= {"add_generation_prompt", "continue_final_message", "thinking_budget"}
 # Fields that have a meaning for other servers and none here: they are refused, unless the value is neutral.
 REFUSED_FIELDS = """
     functions audio moderation web_search_options verbosity grammar ebnf guided_grammar structural_tag samplers typ_p

@@ -54,13 +54,15 @@ class ToolGrammar:
         suffix = literal(format.suffix, special)
         calls = []
         rules = []
+        texts: dict[str, str] = {}
         for i, tool in enumerate(tools):
             calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
             if format.parameters is not None:
-                rules += ParameterRules(format.parameters, tool, str(i), special).rules
+                rules.append(ParameterRules(format.parameters, tool, i, special, texts).rule)
                 continue
             rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
             rules.append(f"arguments_{i}: {rule}")
+        rules += [f"{name}: {text}" for text, name in texts.items()]
         self.rules = [f"call: {' | '.join(calls)}", *rules]
 
     def calls(self) -> str:
@@ -105,17 +107,20 @@ class ParameterRules:
     Not enforced are the schema's keywords about the object as a whole, and a string's format.
     """
 
-    def __init__(self, format: ParameterFormat, tool: Tool, name: str, special: dict[str, int]):
-        """name: a part of the names of the rules, so that those of several tools differ."""
+    def __init__(
+        self, format: ParameterFormat, tool: Tool, number: int, special: dict[str, int], texts: dict[str, str]
+    ):
+        """number: the tool's, in the name of its rule. texts: gets the expressions of keys and
+        values that are texts, each with the name of a rule for it. Several tools may share it."""
         self.format = format
         self.root = tool.schema
         self.lenient = not tool.strict
-        self.name = name
         self.special = special
         self.after = literal(format.after, special)
-        self.texts: dict[str, str] = {}  # the rule of a text -> the rule's name
-        self.rules: list[str] = []
+        self.texts = texts
+        self.rule = f"arguments_{number}: {self._arguments() or json.dumps('')}"
 
+    def _arguments(self) -> str:
         top = follow(self.root, self.root)
         if not isinstance(top, dict):
             top = {}
@@ -129,15 +134,21 @@ class ParameterRules:
 
         parts = []
         for key, schema in properties.items():
+            if schema is False:
+                continue
             part = self._parameter(json.dumps(key), self._value(schema))
-            if schema is not False:
-                parts.append(part if key in required else f"({part})?")
+            parts.append(part if key in required else f"({part})?")
+
         others = top.get("additionalProperties", True)
         if others is not False:
             named = "".join(f" & ~{json.dumps(key)}" for key in properties)
-            self.rules.append(rf"KEY_{name}: /[\w.-]{{1,64}}/{named}")
-            parts.append(f"({self._parameter(f'KEY_{name}', self._value(others))})*")
-        self.rules.append(f"arguments_{name}: {' '.join(parts) or json.dumps('')}")
+            key = self._name_of(rf"/[\w.-]{{1,64}}/{named}")
+            parts.append(f"({self._parameter(key, self._value(others))})*")
+        return " ".join(parts)
+
+    def _name_of(self, text: str) -> str:
+        """The name of the rule for the expression of a text."""
+        return self.texts.setdefault(text, f"TEXT_{len(self.texts)}")
 
     def _parameter(self, key: str, value: str) -> str:
         """The expression of an argument. Its key is a token of its own: the library does not tell
@@ -189,14 +200,9 @@ class ParameterRules:
             conditions.append(f"/{pattern}/")
         text = f"(TEXT & {' & '.join(conditions)})"
         is_token = "<[" in self.after
-        if not is_token:
-            text = f"{text} {self.after}"
-
-        name = self.texts.setdefault(text, f"VALUE_{self.name}_{len(self.texts)}")
-        rule = f"{name}: {text}"
-        if rule not in self.rules:
-            self.rules.append(rule)
-        return f"{name} {self.after}" if is_token else name
+        if is_token:  # which is not text
+            return f"{self._name_of(text)} {self.after}"
+        return self._name_of(f"{text} {self.after}")
 
 
 def length_conditions(schema: dict) -> list[str]:

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from test_anthropic import streamed_message
 from test_tools import (
     FORMATS,
+    GLM_TEMPLATE,
     MARKS,
     NAMES,
     ONE_BY_ONE,
@@ -367,6 +368,24 @@ def test_arguments_that_fit_their_grammar(served, compiler, name, schema, fittin
     for arguments in fitting + others:
         text = rendered_answer(model, "", [("f", arguments)])
         assert fits(model, compiler, source, text) == (arguments in fitting), text
+
+
+def test_marks_that_are_special_tokens(served, compiler):
+    """They are named by their ids in grammars, and their text reaches the parser."""
+    source = GLM_TEMPLATE.replace("<tool_call>", "<｜call｜>").replace("</tool_call>", "<｜/call｜>")
+    source = source.replace("<arg_key>", "<|tool_call|>").replace("</arg_value>", "<|/tool_call|>")
+    model = served(source)
+    assert model.chat.tool_format.parameters.after == "<|/tool_call|>\n"
+    tools = [function("f", an_object("a", a={"type": "string"}, b={"type": "integer"}))]
+    message = model.parse_chat(REQUEST | {"tools": tools, "tool_choice": "required"}).choices[0].text_request
+    shown = {name for name, i in model.chat.special_tokens.items() if i in message.shown_ids}
+    assert shown == {"<｜call｜>", "<｜/call｜>", "<|tool_call|>", "<|/tool_call|>"}
+    arguments = {"a": "x\n</arg_value>", "b": 5}
+    text = rendered_answer(model, "", [("f", arguments)])
+    assert fits(model, compiler, message.grammar, text)
+    assert not fits(model, compiler, message.grammar, text.replace("5", "x"))
+    (called,) = answered(model, {"tools": tools}, list(text))["message"]["tool_calls"]
+    assert json.loads(called["function"]["arguments"]) == arguments
 
 
 def test_a_value_ends_with_the_first_mark(served, compiler):

@@ -292,7 +292,7 @@ class ServedModel:
         if grammar is not None:
             # The grammar allows any text without marks of calls, so the parser checks bare calls.
             bare_calls = constraint is None and not conversation.tool_choice.required
-            # It has none of these calls if the arguments are not JSON.
+            # Where arguments are written one by one, bare calls cannot be checked: they are content.
             if syntax.tools is not None and syntax.tools.parameters is not None:
                 bare_calls = False
             syntax = replace(syntax, bare_calls=bare_calls)

@@ -169,6 +169,7 @@ COMMON |= {"response_format": '{"type": "json_object", "schema": {}}', "json_sch
 COMMON |= {"regex": '"a+"'}
 CHAT = COMMON | {"messages": '[{"role": "user", "content": "Why?"}]', "logprobs": "true", "top_logprobs": "2"}
 CHAT |= {"reasoning_effort": '"low"', "enable_thinking": "true", "tool_choice": '{"type": "allowed_tools"}'}
+CHAT |= {"thinking_budget": "1"}
 BLOCK = '{"type": "document", "title": "T", "source": {"type": "text", "data": "x"}}'
 FIELDS = {  # of each path that reads a body: its fields, as JSON
     "/v1/completions": COMMON | {"prompt": '"once"', "logprobs": "2", "echo": "true"},
@@ -181,7 +182,7 @@ FIELDS = {  # of each path that reads a body: its fields, as JSON
         "stop_sequences": '["a", ""]',
         "temperature": "0.5",
         "stream": "true",
-        "thinking": '{"type": "enabled"}',
+        "thinking": '{"type": "enabled", "budget_tokens": 1}',
         "output_config": '{"effort": "low"}',
         "output_format": '{"type": "json_schema", "schema": {}}',
         "container": "null",

@@ -340,6 +340,9 @@ def an_object(*required: str, **properties) -> dict:
         (an_object("b", a={}, b={}), [{"b": 1}, {"a": [1], "b": 1}], [{"a": 1}]),
         (an_object(a={"type": "string"}), [{"a": "<b> </a>\n\n5\n"}, {"a": ""}, {}], []),
         (an_object(a={"type": "string", "enum": ["b", "bc"]}), [{"a": "b"}, {"a": "bc"}], [{"a": "c"}, {"a": ""}]),
+        (an_object(a={"enum": ["", 'ä"\n\\', [1], True]}), [{"a": ""}, {"a": 'ä"\n\\'}, {"a": [1]}], [{"a": " "}]),
+        (an_object(a={"enum": ["x</parameter>y</arg_value>"]}), [{"a": ""}], []),  # which cannot be written
+        (an_object(**{'ä"b\\': {"type": "integer"}}), [{'ä"b\\': 5}], [{'ä"b\\': "x"}, {"a": 5}]),
         (an_object(a={"type": ["string", "null"], "enum": ["b", None]}), [{"a": "b"}], [{"a": "c"}]),
         (an_object(a={"anyOf": [{"enum": ["b"]}, {"type": "integer"}]}), [{"a": "b"}, {"a": 5}], [{"a": "c"}]),
         (an_object(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}), [{"a": "b"}, {"a": 5}], []),

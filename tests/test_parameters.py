@@ -145,7 +145,7 @@ def typed_calls(draw, format) -> tuple[list[dict], list[tuple]]:
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(data=st.data())
 def test_what_the_template_writes_is_parsed_as_these_arguments(served, name, data):
     """However the text is cut. The template writes what was parsed as the same text."""
@@ -179,7 +179,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(ONE_BY_ONE), st.lists(st.sampled_from(PARTS), max_size=12),
     st.lists(st.integers(0, 200), max_size=9), st.booleans(), st.sampled_from([None, 1]), st.booleans(),

@@ -59,7 +59,7 @@ def test_masks_of_random_tokens(begins_inside):
     """Also after drafted tokens. Those that are not allowed are followed, too, as if the mask did not exist."""
     chance = random.Random(3)
     forced = 0
-    for _ in range(500):
+    for _ in range(200):
         budget = ThinkingBudget(chance.randint(0, 4), MARKS, END_IDS, begins_inside)
         limit, tokens = ThinkingLimit(budget, VOCABULARY), []
         beginning = [2] if chance.random() < 0.5 else []  # the first mark
@@ -79,7 +79,7 @@ def test_masks_of_random_tokens(begins_inside):
                     break
             tokens.append(drafted[0] if only is None else only)
             assert limit.accept(tokens[-1]) is False
-    assert forced > 500
+    assert forced > 200
 
 
 def test_the_highest_bit_of_a_word():

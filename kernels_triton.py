@@ -980,7 +980,7 @@ def gated_delta(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, in
     at a position that its state can go on from: the device would have to be waited for."""
     B, S, n, dk = q.shape
     m, dv = v.shape[2:]
-    q, k, v, log_decay, beta = [x.contiguous() for x in (q, k, v, log_decay, beta)]
+    inputs = [x.contiguous() for x in (q, k, v, log_decay, beta)]
     input_pos = input_pos.contiguous()
     counts = (input_pos >= 0).sum(1, dtype=torch.int32)
     out = torch.zeros_like(v)
@@ -988,11 +988,11 @@ def gated_delta(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, in
     grid = (B * m, triton.cdiv(dv, block_v))
     with torch.cuda.device_of(q):
         delta_kernel[grid](
-            q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows, counts, out,
+            *inputs, matrix, base, keys, deltas, decays, input_pos, rows, counts, out,
             S, n, m, dk, dv, triton.next_power_of_2(dk), block_v, num_warps=4,
         )  # fmt: skip
         delta_commit_kernel[(B, DELTA_WINDOW)](
-            k, log_decay, base, keys, decays, input_pos, rows, counts, S, m, n * dk, 256
+            inputs[1], inputs[3], base, keys, decays, input_pos, rows, counts, S, m, n * dk, 256
         )
     return out
 

@@ -260,7 +260,7 @@ def test_a_second_turn_reads_little_again(model):
 
 
 def test_bits_of_a_quantized_model(tmp_path):
-    """With the kernels, logits depend on a row's tokens alone: not on chunks, threads, other rows, or reused prefixes."""
+    """With the kernels, logits depend on a row's tokens alone: not on chunks, threads, other rows, or reuse."""
     need_kernels()
     config = tiny_config("qwen35-grouped")
     config.hidden_size = 96

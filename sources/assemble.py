@@ -77,9 +77,11 @@ class AssembledWeights:
         self.places = destinations(config, layout)
 
         found = file.shapes()
+        self.left_out: list[str] = []  # the names of tensors that the model does not need
         for name, shape in found.items():
             if name not in self.places:
                 if unneeded(name):
+                    self.left_out.append(name)
                     continue
                 raise UserError(f"{path} holds tensor {name} {shape}, which the model does not have")
             expected = tuple(self.places[name].shape)

@@ -7,6 +7,7 @@ a checkpoint directory.
 
 import dataclasses
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -83,20 +84,37 @@ def open_hf(directory: Path) -> Checkpoint:
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
 
+    def is_other_modality(name: str) -> bool:
+        return family.multimodal is not None and name.removeprefix("model.").startswith(OTHER_MODALITIES)
+
     def unneeded(name: str) -> bool:
         if config.tied_embeddings and name == "lm_head.weight":  # it has the values of the embedding
             return True
-        if family.multimodal is not None and name.removeprefix("model.").startswith(OTHER_MODALITIES):
-            return True
-        if name.startswith("mtp."):  # a layer that only drafts tokens
+        if is_other_modality(name) or is_of_draft_layer(name):
             return True
         return name.endswith("rotary_emb.inv_freq")  # old checkpoints contain the RoPE table
 
     def open_weights() -> AssembledWeights:
-        return AssembledWeights(directory, HfFiles(directory, layout), config, layout, unneeded)
+        weights = AssembledWeights(directory, HfFiles(directory, layout), config, layout, unneeded)
+        print_left_out(directory, weights, is_other_modality, "other modalities")
+        print_left_out(directory, weights, is_of_draft_layer, "a layer that drafts tokens (mtp)")
+        return weights
 
     read_tokenizer = partial(hf_tokenizer_files, directory)
     return Checkpoint(directory, config, None, open_weights, read_tokenizer, files)
+
+
+def is_of_draft_layer(name: str) -> bool:
+    """Whether a tensor belongs to the layer of Qwen3.5 that only drafts tokens."""
+    return name.startswith("mtp.")
+
+
+def print_left_out(path: Path, weights: AssembledWeights, is_one: Callable, what: str):
+    """Print how many tensors are left out, if there are any, of the kind that `is_one` tells."""
+    count = sum(map(is_one, weights.left_out))
+    if count:
+        tensors = "1 tensor" if count == 1 else f"{count} tensors"
+        print_status(f"{path}: left out: {tensors} of {what}")
 
 
 def correct_tied_head(config: Config, file: HfFiles) -> tuple[Config, Layout]:
@@ -145,6 +163,7 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
         return name in ROPE_TENSORS or file.is_of_draft_layer(name)
 
     weights = AssembledWeights(path, file, config, layout, unneeded)
+    print_left_out(path, weights, file.is_of_draft_layer, "a layer that drafts tokens (mtp)")
     quantization = None
     if not dequantize:
         names = [name for name, _ in matrices(empty_model(config))]

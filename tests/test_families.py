@@ -7,8 +7,10 @@ different lengths that run beside each other, in rows that are longer than the o
 import copy
 import json
 import random
+import shutil
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -285,6 +287,24 @@ def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
     [prompt] = random_prompts((41,), seed=4)
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
     assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_the_layer_of_qwen35_that_drafts_is_left_out(member, byte_level, tmp_path, capsys, kind):
+    oracle, folder, expected = member("qwen35", 0)
+    n_layer = oracle.config.num_hidden_layers
+    if kind == "directory":
+        shutil.copytree(folder, tmp_path / "x")
+        state = load_file(folder / "model.safetensors")
+        save_file(state | {"mtp.fc.weight": torch.ones(3, 5)}, tmp_path / "x" / "model.safetensors")
+        source = open_hf(tmp_path / "x")
+    else:
+        extra = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": n_layer + 1}
+        drafts = {f"blk.{n_layer}.nextn.eh_proj.weight": np.ones((3, 5), dtype=np.float32)}
+        write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level), extra=extra, tensors=drafts)
+        source = open_gguf(tmp_path / "x.gguf")
+    assert tokens(Engine(load_model(source, dtype=torch.float32), 3, 200)) == expected
+    assert "left out: 1 tensor of a layer that drafts tokens (mtp)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("head", ["lm_head.weight", "language_model.lm_head.weight"])

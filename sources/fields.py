@@ -22,8 +22,8 @@ HARMLESS = """
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
-    length_penalty masked_softmax_fusion max_length max_sequence_length max_window_layers min_length
-    model_max_length n_inner no_repeat_ngram_size num_beam_groups num_beams num_labels
+    length_penalty masked_softmax_fusion max_length mamba_ssm_dtype max_sequence_length max_window_layers min_length
+    model_max_length mtp_num_hidden_layers mtp_use_dedicated_embeddings n_inner no_repeat_ngram_size num_beam_groups num_beams num_labels
     num_return_sequences offset_alibi output_attentions output_hidden_states output_scores
     pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
     repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id skip_bias_add

@@ -101,6 +101,9 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "transformers5__Ministral-3-8B": (
         32, 8, 128, 4096, 14336, 34, 131072, 262144, 1e6, False, False, None, 16.0,
     ),
+    "transformers5__Qwen3.5-9B": (
+        16, 4, 256, 4096, 12288, 32, 248320, 32768, 1e4, False, False, None, None,
+    ),
     "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
     "google__gemma-3-270m-it": (4, 1, 256, 640, 2048, 18, 262144, 32768, 1e6, True, False, 512, None),
     "google__gemma-3-4b-it": (8, 4, 256, 2560, 10240, 34, 262208, 131072, 1e6, True, False, 1024, 8.0),
@@ -132,6 +135,8 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert c.qk_norm == any(family in name for family in ("Qwen3", "gemma-3", "OLMo", "Olmo"))
     assert c.layers_without_rope == (tuple(range(3, 36, 4)) if "SmolLM3" in name else ())
+    assert c.rotary_dim == (64 if "Qwen3.5" in name else 96 if "Phi-4-mini" in name else None)
+    assert (c.delta_net is not None) == ("Qwen3.5" in name)
     assert c.query_scale_beta == (0.1 if "Ministral" in name else None)
     periods = [period for family, period in FULL_ATTENTION.items() if family in name]
     for i in range(c.n_layer):
@@ -1001,6 +1006,7 @@ TIED = {
     "ministral3-gqa": "safetensors",
     "qwen2-gqa": "bin",
     "qwen3-mqa-biased": "bins",
+    "qwen35-grouped": "shards",
     "smollm3-tied": "old bin",
     "gemma3-tied": "bin",
     "phi3-partial": "safetensors",

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import batching_picture
 import decode
+import hybrid_memory
 import measure
 import speculation
 
@@ -411,6 +412,11 @@ def test_the_users_of_the_story(tmp_path, checkpoints):
     with measure.server(command, tmp_path / "log", port):
         [row] = locust(port, "StoryUser").values()
     assert row["name"] == "/v1/completions" and row["num_requests"] > 0 and row["num_failures"] == 0
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_hybrid_model():
+    assert hybrid_memory.measure() == json.loads(hybrid_memory.RESULT.read_text())
 
 
 def test_the_picture_of_continuous_batching(default_checkpoint, tmp_path):

@@ -474,7 +474,7 @@ class Engine:
         for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
             row.tokens += part
             row.last_used = start
-            self.model.offer_snapshot(row.index, is_turn=not row.unread)
+            self.model.offer_snapshot(row.index, len(row.unread))
             if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
                 if last.max().isfinite():
                     self._finish(row.request, "length", row)

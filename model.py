@@ -173,11 +173,11 @@ class Transformer(nn.Module):
         if self.snapshots is not None:
             self.snapshots.reuse(source_row, target_row, n)
 
-    def offer_snapshot(self, row: int, is_turn: bool):
-        """Say that later prompts may begin with the tokens that a row has read so far. is_turn: a
-        turn of a conversation may end here; otherwise it is one of many places in a long prompt."""
+    def offer_snapshot(self, row: int, unread: int):
+        """Say that a row has read a part of a prompt, with which later prompts may begin, too.
+        unread: how many tokens of the prompt are left."""
         if self.snapshots is not None:
-            self.snapshots.offer(row, is_turn)
+            self.snapshots.offer(row, unread)
 
     def kv_bytes(self, lengths: list[int]) -> int:
         """Bytes of keys and values that a decode step has to read.

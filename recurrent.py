@@ -271,11 +271,17 @@ class Snapshots:
                 state.restore(snapshot.slot, target, n)
         self._replace(target, shared)
         if n > 0:
-            self.offer(target, is_turn=True)
+            self.offer(target, 0)
 
-    def offer(self, row: int, is_turn: bool):
-        """Take a snapshot of a row at its base, unless there is one not far before it."""
+    def offer(self, row: int, unread: int):
+        """Take a snapshot of a row at its base, unless there is one not far before it.
+
+        unread: the tokens of the prompt that are not in the row yet. The next turn's prompt may lack
+        the last tokens of this one, but seldom more than DELTA_WINDOW, so a snapshot before them is
+        one of a turn.
+        """
         position = self._base(row)
+        is_turn = unread <= DELTA_WINDOW
         distance = DELTA_WINDOW if is_turn else SNAPSHOT_INTERVAL
         before = self._latest(row, position)
         if position - (0 if before is None else before.position) < distance:
@@ -288,10 +294,6 @@ class Snapshots:
         snapshot = Snapshot(position, slot, is_turn, 0)
         self._use(snapshot)
         self.rows[row].append(snapshot)
-
-    def clear(self, row: int):
-        """Forget the snapshots of a row."""
-        self._replace(row, [])
 
     def _base(self, row: int) -> int:
         return int(self.states[0].base[row])

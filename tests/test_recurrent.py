@@ -183,7 +183,7 @@ def test_snapshots_of_rows():
         run(state, tokens, slice(start, stop), rows=torch.tensor([row]))
 
     read(0, 0, 100)
-    snapshots.offer(0, is_turn=True)
+    snapshots.offer(0, unread=0)
     assert held(snapshots) == [[84], [], []]
     assert [snapshots.restorable(0, n) for n in (0, 83, 84, 99, 100)] == [0, 0, 84, 99, 100]
     read(0, 100, 130)
@@ -213,17 +213,17 @@ def test_the_snapshot_that_is_worth_least_goes():
     state = delta_state(NARROW, 4)
     snapshots = Snapshots([state], 2, rows=4)
     tokens = delta_inputs(NARROW, 1, 1200)
-    for row, is_turn in ((0, True), (1, False), (2, True)):
+    for row, unread in ((0, 0), (1, 100), (2, 0)):
         run(state, tokens, slice(0, 1100), rows=torch.tensor([row]))
-        snapshots.offer(row, is_turn)
+        snapshots.offer(row, unread)
     assert held(snapshots) == [[1084], [], [1084], []], "that in a long prompt goes first"
     snapshots.reuse(0, 0, 1084)
     run(state, tokens, slice(0, 1100), rows=torch.tensor([3]))
-    snapshots.offer(3, is_turn=True)
+    snapshots.offer(3, unread=0)
     assert held(snapshots) == [[1084], [], [], [1084]], "then the least recently used"
 
     none = Snapshots([delta_state(NARROW, 1)], 0, rows=1)
-    none.offer(0, is_turn=True)
+    none.offer(0, unread=0)
     assert held(none) == [[]]
 
 
@@ -249,17 +249,18 @@ def answer(engine, prompt, n, **params):
     return request
 
 
-def test_a_second_turn_reads_little_again(model):
+@pytest.mark.parametrize("chunk_tokens", [1, 13, 55, 128])
+def test_a_second_turn_reads_little_again(model, chunk_tokens):
     """A conversation whose prompts lose their last tokens in the next turn, as those with thoughts do."""
-    engine = Engine(model, 2, 400)
+    engine = Engine(model, 2, 400, options=EngineOptions(chunk_tokens=chunk_tokens, always_chunk=True))
     [prompt] = random_prompts((120,), seed=3)
     first = answer(engine, prompt, 30)
     second = answer(engine, prompt[:-4] + [7, 8, 9], 20)
-    assert len(prompt) - 16 <= second.cached_tokens <= len(prompt) - 4
+    assert len(prompt) - 2 * DELTA_WINDOW <= second.cached_tokens <= len(prompt) - 4
     third = answer(engine, second.prompt + second.new_tokens + [5, 6], 5)
     assert third.cached_tokens == len(second.prompt) + len(second.new_tokens) - 1
     again = answer(engine, prompt, 30)
-    assert again.new_tokens == first.new_tokens and again.cached_tokens >= len(prompt) - 16
+    assert again.new_tokens == first.new_tokens and again.cached_tokens >= len(prompt) - 2 * DELTA_WINDOW
 
 
 def test_bits_of_a_quantized_model(tmp_path):

@@ -68,6 +68,7 @@ MORE_FUSED_FIELDS = (
 # The tensors of a recurrent.DeltaState, in the order in which `blocks` takes them.
 STATE_TENSORS = ("matrix", "base", "keys", "deltas", "decays", "tail")
 
+MAX_CONV_WIDTH = 16  # the widest convolution of a gated delta net that `blocks` computes
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
 
@@ -195,6 +196,8 @@ def can_fuse(config: Config) -> bool:
     if not KERNELS["cpu"] >= FUSED_OPERATIONS:
         return False
     if config.norm == "layer" and config.norm_placement != "before":
+        return False
+    if config.delta_net is not None and config.delta_net.conv_width > MAX_CONV_WIDTH:
         return False
     return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu")
 

@@ -53,6 +53,7 @@ FUSED_OPERATIONS = {
     "rms_norm",
     "layer_norm",
     "attention",
+    "gated_delta",
 }
 # The fields of config.Config that `blocks` takes into account, besides kernels.FUSED_FIELDS.
 MORE_FUSED_FIELDS = (

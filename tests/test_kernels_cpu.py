@@ -31,13 +31,14 @@ from checkpoint import empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import CpuInstaller
+from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS, CpuInstaller
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
-from kernels import KERNELS, MAX_DECODE_TOKENS, attention_reference
+from kernels import DELTA_WINDOW, KERNELS, MAX_DECODE_TOKENS, attention_reference
 from layers import Embedding, Linear
 from load import choose_installer, install_kernels, load_model
 from quantize import quantize_checkpoint
+from recurrent import L2_EPS
 from sampling import Sampling, SamplingParams
 from writer import Writer
 
@@ -248,9 +249,11 @@ def test_levels_that_only_other_programs_write():
 def test_cpp_and_python_have_the_same_numbers():
     """Those that stand in both, because neither can read them from the other."""
     text = "".join(path.read_text() for path in sorted((ROOT / "cpu").glob("*.h")))
-    numbers = {name: int(value) for name, value in re.findall(r"^constexpr int (\w+) = (\d+);", text, re.M)}
+    numbers = {name: int(value) for name, value in re.findall(r"^constexpr int(?:64_t)? (\w+) = (\d+);", text, re.M)}
     ours = {"LANES": LANES, "GROUP": GROUP, "MAX_DECODE_TOKENS": MAX_DECODE_TOKENS}
+    ours |= {"DELTA_WINDOW": DELTA_WINDOW, "MAX_CONV_WIDTH": MAX_CONV_WIDTH}
     assert ours.items() <= numbers.items()
+    assert re.search(r"L2_EPS = (\S+)f;", text)[1] == str(L2_EPS).replace("e-0", "e-")
 
     begin = r"struct \w+ : (?:Small)?Blocks<(?:(\d+), )?(\d+)(?:, true|, false)?>"
     found = re.findall(begin + r' \{\n.*NAME = "(\w+)"', text)
@@ -304,14 +307,17 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa"])
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped"])
 def test_opcheck_of_blocks(tiny, name):
     model = load_model(tiny(name)[2], dtype=torch.float32)
     model.setup_caches(2, 8)
     input_pos = torch.tensor([[0, 1], [0, -1]])
     cos, sin = model.positions.ropes(input_pos)[0]
     tables = ([cos], [sin], None, model.positions.query_scales)
-    caches = [[block.attention.cache.k for block in model.blocks], [block.attention.cache.v for block in model.blocks]]
+    attentions = [block.attention for block in model.blocks if block.attention is not None]
+    recurrent = [block.state for block in model.blocks if block.attention is None]
+    caches = [[attention.cache.k for attention in attentions], [attention.cache.v for attention in attentions]]
+    caches.append([getattr(state, name) for state in recurrent for name in STATE_TENSORS])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))

@@ -22,15 +22,16 @@ HARMLESS = """
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
-    length_penalty masked_softmax_fusion max_length mamba_ssm_dtype max_sequence_length max_window_layers min_length
-    model_max_length mtp_num_hidden_layers mtp_use_dedicated_embeddings n_inner no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences offset_alibi output_attentions output_hidden_states output_scores
-    pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id skip_bias_add
-    skip_bias_add_qkv slow_but_exact suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed
-    unsloth_version use_bfloat16 use_cache
+    length_penalty masked_softmax_fusion max_length mamba_ssm_dtype max_sequence_length
+    max_window_layers min_length model_max_length mtp_num_hidden_layers
+    mtp_use_dedicated_embeddings n_inner no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences offset_alibi output_attentions output_hidden_states
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
+    top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split()  # noqa: SIM905
 # Fields that change what the model computes, with the values at which they have no effect.
 NEUTRAL = {

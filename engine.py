@@ -443,6 +443,8 @@ class Engine:
             return {}
         if not (decoding or self.options.always_chunk):
             most = max(1, PREFILL_TOKENS // len(reading))
+            if self.model.longest_pass is not None:
+                most = min(most, self.model.longest_pass)
             return {row.index: min(most, len(row.unread)) for row in reading}
 
         # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.

@@ -37,7 +37,7 @@ from cli import (
 )
 from engine import Engine, Request
 from load import ModelOptions, add_loading_options, choose_device, load_model, open_checkpoint
-from model import Transformer
+from model import Transformer, state_bytes
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -435,7 +435,8 @@ def evaluate_text(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
     models = []
     for one in checkpoints:
         quantization = None if options.dequantize else one.quantization
-        check_memory(one.config, choose_device(args.device), options.dtype, length + 8, quantization)
+        caches = state_bytes(one.config, 1, length, options.dtype)
+        check_memory(one.config, choose_device(args.device), options.dtype, caches, quantization)
         models.append(load_model(one, options))
     return evaluate(models, checkpoint.tokenizer, ids, length, stride)
 

@@ -107,6 +107,9 @@ class Transformer(nn.Module):
 
         self.backend = Backend()  # what an Installer returns replaces it
         self.cache_size = (0, 0)  # rows and slots of each row, from setup_caches
+        # The most tokens of a row in one pass over a prompt, so that snapshots can be taken between
+        # passes; None means any number.
+        self.longest_pass: int | None = None
         self.snapshots = None  # a recurrent.Snapshots, from setup_caches, if there are recurrent states
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int, snapshot_bytes: int | None = None):
@@ -136,12 +139,13 @@ class Transformer(nn.Module):
 
         recurrent = [block.state for block in self.blocks if block.attention is None]
         if recurrent:
-            from recurrent import Snapshots, snapshot_slots
+            from recurrent import DELTA_WINDOW, SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
 
             # The number follows from the sizes of the whole model, so that all ranks have the same.
             kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
             slots = snapshot_slots(self.config.delta_net, max_batch_size, kv_bytes, self.dtype, snapshot_bytes)
             self.snapshots = Snapshots(recurrent, slots, max_batch_size)
+            self.longest_pass = SNAPSHOT_INTERVAL + DELTA_WINDOW
 
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""

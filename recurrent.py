@@ -23,7 +23,7 @@ from kernels import DELTA_WINDOW, MAX_DECODE_TOKENS, gated_delta
 from layers import Linear, RMSNorm, empty_parameter
 
 L2_EPS = 1e-6  # added to the squared length of queries and keys
-SNAPSHOT_INTERVAL = 1024  # tokens between two snapshots of a long prompt
+SNAPSHOT_INTERVAL = 512  # tokens between two snapshots of a long prompt
 SNAPSHOTS_PER_ROW = 4  # the memory for snapshots is at least enough for this many
 
 # ---------------------------------------------------------------- the layer

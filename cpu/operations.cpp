@@ -336,7 +336,10 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
     int64_t window = -1, slots = 0, work = 0;
     size_t at_cache = 0, at_state = 0;  // of the next block
     std::vector<DeltaRun> runs;
-    if (recurrent) runs = checked_runs(at, rows, states[0].size(0));
+    if (recurrent) {
+      checked(at, "input_pos", at::kLong, {B, S});
+      runs = checked_runs(at, rows, states[0].size(0));
+    }
     for (size_t i = 0; i < prepared.size(); i++) {
       const PreparedBlock& p = *prepared[i];
       TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D, "block ", handles[i], " has D ", p.D, " in ", p.dtype,
@@ -349,6 +352,8 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         block.attention.positions = at.const_data_ptr<int64_t>(), block.attention.rows = data<int64_t>(rows);
         block.delta = checked_delta(state[0], state[1], state[2], state[3], state[4]);
         const Delta& d = block.delta;
+        TORCH_CHECK(state[0].size(0) == states[0].size(0), "states of ", state[0].size(0), " and ", states[0].size(0),
+                    " rows");
         TORCH_CHECK(d.n == p.net.n && d.m == p.net.m && d.dk == p.net.dk && d.dv == p.net.dv, "block ", handles[i],
                     " has other heads than its state ", state[0].sizes());
         d.check(runs);

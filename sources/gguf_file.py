@@ -165,9 +165,11 @@ class GgufFile:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
         if self.hyper("block_count") > len(self.infos):
             self.refuse("block_count", f"is more than the {len(self.infos)} tensors of the file")
-        for name in ("expert_count", "attention.sliding_window"):
+        for name in ("expert_count", "attention.sliding_window", "nextn_predict_layers"):
             if type(self.hyper(name, 0)) is not int:
                 self.refuse(name, "is not an integer")
+        if not 0 <= self.hyper("nextn_predict_layers", 0) < self.hyper("block_count"):
+            self.refuse("nextn_predict_layers", f"does not fit {self.hyper('block_count')} layers")
         if self.hyper("expert_count", 0):
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
 
@@ -226,7 +228,9 @@ class GgufFile:
     def is_of_draft_layer(self, name: str) -> bool:
         """Whether a tensor belongs to a layer that only drafts tokens."""
         layer = name.removeprefix("blk.").partition(".")[0]
-        return name.startswith("blk.") and layer.isdecimal() and int(layer) >= self.n_layer
+        if not name.startswith("blk.") or not layer.isdecimal():
+            return False
+        return self.n_layer <= int(layer) < self.hyper("block_count")
 
     def delta_net(self) -> DeltaNet | None:
         """The sizes of the gated delta nets, which are in all layers but every fourth, unless the

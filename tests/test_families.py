@@ -307,6 +307,21 @@ def test_the_layer_of_qwen35_that_drafts_is_left_out(member, byte_level, tmp_pat
     assert "left out: 1 tensor of a layer that drafts tokens (mtp)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [-1, 9])
+def test_layers_beyond_a_file_s_number_of_layers_are_refused(member, byte_level, tmp_path, number):
+    oracle, _, _ = member("granite", 0)
+    n_layer = oracle.config.num_hidden_layers
+    fields = vocabulary_fields(byte_level)
+    write_gguf(tmp_path / "x.gguf", oracle, fields, extra={"granite.block_count": n_layer - 1})
+    with pytest.raises(UserError, match="which the model does not have"):
+        open_gguf(tmp_path / "x.gguf")
+    write_gguf(tmp_path / "y.gguf", oracle, fields)
+    opened = GgufFile(tmp_path / "y.gguf")
+    opened.metadata["granite.nextn_predict_layers"] = number
+    with pytest.raises(UserError, match="nextn_predict_layers = -?[0-9]* does not fit"):
+        opened.config()
+
+
 @pytest.mark.parametrize("head", ["lm_head.weight", "language_model.lm_head.weight"])
 @pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-gqa", "gemma3-tied"])
 def test_a_head_of_its_own_of_a_multimodal_directory(tmp_path, name, head):

@@ -263,6 +263,56 @@ def test_a_second_turn_reads_little_again(model, chunk_tokens):
     assert again.new_tokens == first.new_tokens and again.cached_tokens >= len(prompt) - 2 * DELTA_WINDOW
 
 
+@pytest.mark.parametrize("always_chunk", [True, False])
+def test_a_long_prefix_is_reused(model, always_chunk):
+    """Two prompts that share their first 1,300 tokens: the second one goes on from one of the snapshots between."""
+    engine = Engine(model, 1, 1500, options=EngineOptions(always_chunk=always_chunk))
+    prefix, one, other = random_prompts((1300, 100, 90), seed=5)
+    answer(engine, prefix + one, 2)
+    assert answer(engine, prefix + other, 2).cached_tokens >= 1024
+
+
+@pytest.mark.parametrize("length", [130, 133, 258])
+def test_a_second_turn_after_a_short_last_chunk(model, length):
+    """The last pass over the prompt then begins after the place that the second turn goes on from."""
+    engine = Engine(model, 1, 400, options=EngineOptions(chunk_tokens=128, always_chunk=True))
+    [prompt] = random_prompts((length,), seed=3)
+    answer(engine, prompt, 5)
+    assert answer(engine, prompt[:-4] + [7, 8, 9], 5).cached_tokens >= length - 32
+
+
+def test_a_wide_convolution_equals_transformers(tmp_path):
+    """Wider ones than the fused blocks support run operation by operation."""
+    config = tiny_config("qwen35-wide")
+    config.linear_conv_kernel_dim = 17
+    oracle = save_random(config, tmp_path, seed=1)
+    tokens = torch.tensor(random_prompts((40,), seed=2))
+    model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    model.setup_caches(1, 40)
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(40)[None], all_logits=True)
+        assert (logits - oracle(tokens, use_cache=False).logits).abs().max() < 1e-4
+
+
+def test_the_fused_blocks_check_the_positions_and_rows_of_states(tmp_path):
+    need_kernels()
+    config = tiny_config("qwen35-wide")
+    config.layer_types = ["linear_attention"] * config.num_hidden_layers
+    save_random(config, tmp_path, seed=1)
+    model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    model.setup_caches(3, 40)
+    x = torch.randn(2, 5, config.hidden_size)
+    positions = torch.arange(5).expand(2, -1)
+    ropes = model.positions.ropes(positions)
+    with pytest.raises(RuntimeError, match="input_pos: expected"):
+        model.backend.run_blocks(model.blocks, x, ropes, positions[:, :2], None)
+    state = model.blocks[1].state
+    for name, buffer in list(state.named_buffers()):
+        setattr(state, name, buffer[:1].contiguous())
+    with pytest.raises(RuntimeError, match="states of 1 and 3 rows"):
+        model.backend.run_blocks(model.blocks, x, ropes, positions, torch.tensor([2, 1]))
+
+
 def test_bits_of_a_quantized_model(tmp_path):
     """With the kernels, logits depend on a row's tokens alone: not on chunks, threads, other rows, or reuse."""
     need_kernels()

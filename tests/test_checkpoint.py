@@ -177,6 +177,7 @@ def test_shards_are_plain_safetensors_files(tmp_path, monkeypatch):
             assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
 
 
+@pytest.mark.slow
 def test_writer_replaces_only_checkpoints(tmp_path):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "hf").mkdir()

@@ -534,6 +534,7 @@ def test_a_follower_does_what_the_first_rank_does(models):
 # ---------------------------------------------------------------- compiled
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_needs_no_new_graph_of_prefill(models, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()

@@ -22,6 +22,7 @@ from quantize import calibration_text
 
 
 @given(n=st.integers(2, 300), length=st.integers(2, 90), data=st.data())
+@pytest.mark.slow
 def test_every_token_but_the_first_is_scored_once(n, length, data):
     """Windows are never too long, and tokens have as much context as the stride promises."""
     stride = data.draw(st.integers(1, length - 1))

@@ -216,6 +216,7 @@ def test_other_broken_files_are_refused(file, tmp_path):
         open_gguf(tmp_path / "missing.gguf")
 
 
+@pytest.mark.slow
 def test_random_damage_ends_in_one_line_or_not_at_all(file, tmp_path):
     """Bytes of the header are changed at random. Whatever happens, it is a model or a UserError of one line."""
     raw, path, rng = file.read_bytes(), tmp_path / "x.gguf", random.Random(5)
@@ -659,6 +660,7 @@ def test_a_file_drafts_for_itself(file, capsys, monkeypatch):
     assert drafted["samples"] == plain["samples"] and drafted["mean_accepted_tokens"] > 0.5
 
 
+@pytest.mark.slow
 def test_unpacking_in_blocks_of_rows(file, monkeypatch):
     whole = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
     monkeypatch.setattr(formats, "UNPACK_BLOCK", 1000)  # a row

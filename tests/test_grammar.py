@@ -77,6 +77,7 @@ def test_texts_that_fit_and_others(compiler, default_tokenizer, source, fits, ot
     assert [text for text in fits if not follow(text)] == [] and [text for text in others if follow(text)] == []
 
 
+@pytest.mark.slow
 def test_masks_are_exact(compiler, default_tokenizer):
     """A token is allowed if its bytes continue the text to a beginning of some text that fits, and only then. But where
     the next byte is certain, the library allows only the tokens that the tokenizer would choose."""
@@ -164,6 +165,7 @@ def test_only_end_tokens_that_exist_end_a_text(default_tokenizer, size, named, f
 @pytest.mark.parametrize(
     "size, named", [(49152, {60000}), (49152, {49152, -1}), (49300, {49200}), (2, {2}), (9, set())]
 )
+@pytest.mark.slow
 def test_a_model_without_any_end_token(default_tokenizer, size, named):
     ids = ", ".join(map(str, sorted(named))) or "none is named"
     said = re.escape(f"has no end-of-text token among its {size} tokens ({ids})")
@@ -377,6 +379,7 @@ PARTS = [
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=4), st.booleans(), st.randoms(use_true_random=False))
+@pytest.mark.slow
 def test_what_fits_a_schema_fits_the_loosened_one(compiler, default_tokenizer, parts, nested, chance):
     """And what another place of it forbids is still refused."""
     schema = an_object(**{f"p{i}": part for i, (part, _, _) in enumerate(parts)})
@@ -438,6 +441,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(tiny_model):
 # ---------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_generate_writes_json_that_fits(checkpoints, tmp_path, capsys, monkeypatch):
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(POINT))

@@ -94,6 +94,7 @@ def close(found, expected, tolerance):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(**sizes, dtype=st.sampled_from(list(DTYPES)), bias=st.booleans(), n=threads, offset=st.integers(0, 3))
+@pytest.mark.slow
 def test_linear(M, N, K, dtype, bias, n, offset):
     torch.set_num_threads(n)
     x, w = (numbers(*shape, seed=N, dtype=dtype, offset=offset) for shape in ((M, K), (N, K)))
@@ -109,6 +110,7 @@ def test_linear(M, N, K, dtype, bias, n, offset):
     **sizes, dtype=st.sampled_from(list(DTYPES)), format=st.sampled_from(list(FORMATS)), n=threads,
     groupsize=st.sampled_from([0, 32, 64, 128]), bias=st.booleans(), exact=st.booleans(), offset=st.integers(0, 3),
 )  # fmt: skip
+@pytest.mark.slow
 def test_quantized_linear(M, N, K, dtype, format, n, groupsize, bias, exact, offset):
     torch.set_num_threads(n)
     layer, matrix = quantized(format, N, K, fitting_size(format, groupsize, K), bias, dtype, seed=N)
@@ -308,6 +310,7 @@ def test_opcheck(dtype):
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped"])
+@pytest.mark.slow
 def test_opcheck_of_blocks(tiny, name):
     model = load_model(tiny(name)[2], dtype=torch.float32)
     model.setup_caches(2, 8)
@@ -967,6 +970,7 @@ def test_copies_of_packed_layers_live_on(tiny):
     assert all(torch.equal(other(x), expected) and other.prepared.handle != handle for other in copies)
 
 
+@pytest.mark.slow
 def test_kernels_are_known_per_operation(tiny):
     """With kernels for products and attention only, these are used, and everything else runs its reference."""
     prompts, calls = random_prompts((3, 40, 17)), []

@@ -184,6 +184,7 @@ PARTS = [
     st.sampled_from(ONE_BY_ONE), st.lists(st.sampled_from(PARTS), max_size=12),
     st.lists(st.integers(0, 200), max_size=9), st.booleans(), st.sampled_from([None, 1]), st.booleans(),
 )  # fmt: skip
+@pytest.mark.slow
 def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside, most, bare):
     """Also of answers that are malformed. The arguments of whole calls are JSON, and without a call no text is lost."""
     text = "".join(parts)
@@ -265,6 +266,7 @@ def test_arguments_are_streamed():
     assert texts == ["", "", '{"a": "ab', "c", "\\nd", '", "b": ', "12", "}"]
 
 
+@pytest.mark.slow
 def test_a_long_hostile_answer_is_parsed_in_time():
     syntax = AnswerSyntax(tools=FORMATS["qwen3.5"], names=frozenset(NAMES), types={"f": TYPES})
     for text in ("<tool_call>", "<function=", "<tool_call>\n<function=f>\n<parameter"):
@@ -426,6 +428,7 @@ def random_tool(chance: random.Random, name: str, kind: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "glm"])
+@pytest.mark.slow
 def test_random_tokens_that_the_masks_allow_are_calls_that_validate(served, name):
     """The tokens are drawn at random from those that the grammar of the request allows, and parsed as an answer."""
     chance = random.Random(7)

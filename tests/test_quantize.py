@@ -66,6 +66,7 @@ def matrix(N, C, kind, seed):
     N=st.integers(1, 19), C=st.integers(1, 300), groupsize=st.sampled_from([0, 32, 64, 128]),
     kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6),
 )  # fmt: skip
+@pytest.mark.slow
 def test_no_weight_is_further_off_than_half_a_level(N, C, groupsize, kind, seed):
     """The error is at most half a level, or the float16 rounding of an int4 group's minimum if that is more."""
     w = matrix(N, C, kind, seed)
@@ -182,6 +183,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, quantization", CASES, ids=lambda value: value if isinstance(value, str) else value.mode)
+@pytest.mark.slow
 def test_a_quantized_model_equals_its_unpacked_weights(tiny, tmp_path, name, quantization):
     """From a checkpoint on disk, tied or untied, with or without biases, in a batch of different lengths."""
     kept = quantize_checkpoint(tiny(name)[2], tmp_path / "q", quantization)

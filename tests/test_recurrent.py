@@ -313,6 +313,7 @@ def test_the_fused_blocks_check_the_positions_and_rows_of_states(tmp_path):
         model.backend.run_blocks(model.blocks, x, ropes, positions, torch.tensor([2, 1]))
 
 
+@pytest.mark.slow
 def test_bits_of_a_quantized_model(tmp_path):
     """With the kernels, logits depend on a row's tokens alone: not on chunks, threads, other rows, or reuse."""
     need_kernels()

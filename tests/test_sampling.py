@@ -373,6 +373,7 @@ def test_compiled_draws_are_the_eager_ones(backend):
 
 
 @needs_cpp
+@pytest.mark.slow
 def test_operations_are_declared_as_they_are():
     """Checks the declared shapes and dtypes, and that torch.compile keeps each operation as one node."""
     args = arguments(torch.randn(3, 2, 50), make(3, 50, SamplingParams(top_k=5)))

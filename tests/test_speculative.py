@@ -528,6 +528,7 @@ def test_the_program_speculates(tiny, capsys, monkeypatch):
     main(capsys, monkeypatch, *args, "--draft", "prompt-lookup", "--speculate_k", "auto")
 
 
+@pytest.mark.slow
 def test_each_draft_is_reported(tiny, capsys, monkeypatch):
     """By the name that the user gave it, also if it never proposed."""
     ours = tiny("qwen3-gqa")[2]

@@ -294,6 +294,7 @@ STOPS = st.lists(st.text(st.sampled_from("ab. \n<本"), min_size=1, max_size=3),
     thoughts=st.none() | INNER, parts=st.lists(CONTENTS | st.tuples(INNER), min_size=1, max_size=4), stop=STOPS,
     steps=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )  # fmt: skip
+@pytest.mark.slow
 def test_any_stop_strings_are_searched_in_the_content_alone(model, thoughts, parts, stop, steps):
     """The oracle knows which parts of the answer are content, and searches each of them.
 

@@ -264,6 +264,7 @@ letters = st.sampled_from("a·")  # characters of one byte and of two
     stops=st.lists(st.text(letters, min_size=1, max_size=6), max_size=4),
     data=st.data(),
 )
+@pytest.mark.slow
 def test_stop_strings_equal_a_plain_search_over_the_whole(every_kind, text, stops, data):
     """However the text is cut into pieces, it ends just before the first stop string, of which nothing is shown."""
     tokenizer, _ = every_kind["json"]

@@ -350,6 +350,7 @@ PARTS = [  # of which models may make any answer
     st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PARTS), max_size=9),
     st.lists(st.integers(0, 150), max_size=9), st.booleans(), st.sampled_from([None, 1]), st.booleans(),
 )  # fmt: skip
+@pytest.mark.slow
 def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside, most, bare):
     """Also of answers that are malformed. Text is neither lost nor invented where there is no call."""
     text = "".join(parts)
@@ -370,6 +371,7 @@ STOPS = [
     st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PARTS), max_size=9),
     st.lists(st.integers(0, 150), max_size=9), st.booleans(), st.lists(st.sampled_from(STOPS), max_size=3),
 )  # fmt: skip
+@pytest.mark.slow
 def test_stop_strings_end_the_content_of_any_answer(name, parts, places, inside, stop):
     """The oracle searches each content of the whole answer. What is decided is not taken back."""
     text = "".join(parts)
@@ -651,6 +653,7 @@ def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(ser
     assert not fits(model, model.grammars.compiler, grammar, "{}")
 
 
+@pytest.mark.slow
 def test_thoughts_come_before_what_a_grammar_asks_for(served):
     model, calls = served("qwen3"), "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     for body, text, refused in (

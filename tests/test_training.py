@@ -429,6 +429,7 @@ def test_a_draft_learns_from_its_teacher(tmp_path, short_batches):
     assert wrong.numbers()[1] < 0.3 and wrong.numbers()[0] < 0.4, wrong.numbers()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_as_one_without_a_pause(tmp_path, short_batches):
     text, head = made_up_teacher(1, 60)
     whole = Run(text, head, tmp_path / "whole").train()
@@ -446,6 +447,7 @@ def test_an_interrupted_run_ends_as_one_without_a_pause(tmp_path, short_batches)
         assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_one_command_makes_a_draft(tmp_path, monkeypatch, capfd, chat_checkpoint, write_text):
     """Its directory is a checkpoint with the target's tokenizer, which quantize.py brings to the size that was said."""
     text, out = tmp_path / "text.jsonl", tmp_path / "draft"
@@ -499,6 +501,7 @@ def few_positions(monkeypatch):
     monkeypatch.setattr(medusa_trainer, "PEAK", 0.01)
 
 
+@pytest.mark.slow
 def test_heads_learn_from_their_teacher(tmp_path, few_positions, capfd):
     """And score at chance if their targets are those of the token after."""
     teacher, head = made_up_teacher()

@@ -68,7 +68,8 @@ class DeltaNet:
     n_value_head: int  # the heads of values, each of which has a matrix as its state
     key_dim: int  # the width of a query or key
     value_dim: int
-    conv_width: int = 4  # positions that the convolution over queries, keys and values sees, the token's own included
+    # The convolution over queries, keys and values sees this many positions, the token's own included.
+    conv_width: int = 4
 
     def __post_init__(self):
         for name in ("n_key_head", "n_value_head", "key_dim", "value_dim", "conv_width"):

@@ -1,0 +1,153 @@
+"""Writes a GGUF file of Qwen3.5's architecture with random weights, for measurements of speed.
+
+    python benchmarks/random_qwen35.py 0.8B QWEN2.gguf random.BF16.gguf
+    llama-quantize random.BF16.gguf random.Q4_K_M.gguf Q4_K_M
+
+The sizes are those of Qwen3.5, but for the vocabulary, which is that of QWEN2.gguf (for example the
+file of fetch_models.py). The words of such a model mean nothing, but it takes as long as a real one.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import measure  # noqa: F401  (adds the folder above to the path)
+import numpy as np
+import torch
+
+from cli import run_command
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model; those that all have are in `fields`."""
+
+    dim: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    value_heads: int
+
+
+SHAPES = {
+    "0.8B": Shape(dim=1024, hidden=3584, layers=24, heads=8, kv_heads=2, value_heads=16),
+    "2B": Shape(dim=2048, hidden=6144, layers=24, heads=8, kv_heads=2, value_heads=16),
+    "4B": Shape(dim=2560, hidden=9216, layers=32, heads=16, kv_heads=4, value_heads=32),
+}
+HEAD_DIM = 256
+KEY_HEADS = 16
+STATE = 128  # the width of keys and values of a gated delta net
+CONV = 4
+INTERVAL = 4  # every fourth layer has attention
+
+
+def fields(shape: Shape) -> dict:
+    return {
+        "block_count": shape.layers,
+        "context_length": 262144,
+        "embedding_length": shape.dim,
+        "feed_forward_length": shape.hidden,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": HEAD_DIM // 4,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "rope.freq_base": 1e7,
+        "ssm.conv_kernel": CONV,
+        "ssm.inner_size": STATE * shape.value_heads,
+        "ssm.state_size": STATE,
+        "ssm.time_step_rank": shape.value_heads,
+        "ssm.group_count": KEY_HEADS,
+        "full_attention_interval": INTERVAL,
+    }
+
+
+def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's tensors. Those with one dimension, and the convolution, are float32."""
+    values = STATE * shape.value_heads
+    shapes = {
+        "attn_norm.weight": (shape.dim,),
+        "post_attention_norm.weight": (shape.dim,),
+        "ffn_gate.weight": (shape.hidden, shape.dim),
+        "ffn_up.weight": (shape.hidden, shape.dim),
+        "ffn_down.weight": (shape.dim, shape.hidden),
+    }
+    if (layer + 1) % INTERVAL == 0:
+        return shapes | {
+            "attn_q.weight": (2 * shape.heads * HEAD_DIM, shape.dim),
+            "attn_k.weight": (shape.kv_heads * HEAD_DIM, shape.dim),
+            "attn_v.weight": (shape.kv_heads * HEAD_DIM, shape.dim),
+            "attn_output.weight": (shape.dim, shape.heads * HEAD_DIM),
+            "attn_q_norm.weight": (HEAD_DIM,),
+            "attn_k_norm.weight": (HEAD_DIM,),
+        }
+    channels = 2 * STATE * KEY_HEADS + values
+    return shapes | {
+        "attn_qkv.weight": (channels, shape.dim),
+        "attn_gate.weight": (values, shape.dim),
+        "ssm_alpha.weight": (shape.value_heads, shape.dim),
+        "ssm_beta.weight": (shape.value_heads, shape.dim),
+        "ssm_conv1d.weight": (channels, CONV),
+        "ssm_a": (shape.value_heads,),
+        "ssm_dt.bias": (shape.value_heads,),
+        "ssm_norm.weight": (STATE,),
+        "ssm_out.weight": (shape.dim, values),
+    }
+
+
+def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
+    """Add norms of ones, decays like those of new models, and all else at random."""
+    if name.endswith("norm.weight"):
+        writer.add_tensor(name, np.ones(shape, np.float32))
+    elif name.endswith("ssm_a"):
+        writer.add_tensor(name, -torch.empty(shape).uniform_(0.1, 16).numpy())
+    elif len(shape) == 1 or "conv1d" in name:
+        writer.add_tensor(name, torch.randn(shape).numpy())
+    else:
+        data = (0.02 * torch.randn(shape)).bfloat16().view(torch.int16).numpy()
+        writer.add_tensor(name, data.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def copy_tokenizer(writer: gguf.GGUFWriter, source: gguf.GGUFReader) -> int:
+    """Copy the fields of a tokenizer, and return the number of its tokens."""
+    for name, field in source.fields.items():
+        if not name.startswith("tokenizer."):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=inner)
+    return len(source.fields["tokenizer.ggml.tokens"].data)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Write a GGUF file of Qwen3.5's architecture with random weights.")
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("vocabulary", type=Path, help="the GGUF file whose tokenizer the model gets")
+    parser.add_argument("out", type=Path, help="the file to write, in bfloat16")
+    args = parser.parse_args()
+
+    shape = SHAPES[args.shape]
+    torch.manual_seed(0)
+    writer = gguf.GGUFWriter(str(args.out), "qwen35")
+    for name, value in fields(shape).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"qwen35.{name}", value)
+    V = copy_tokenizer(writer, gguf.GGUFReader(args.vocabulary))
+
+    add_random(writer, "token_embd.weight", (V, shape.dim))
+    add_random(writer, "output_norm.weight", (shape.dim,))
+    for layer in range(shape.layers):
+        for name, tensor_shape in layer_shapes(shape, layer).items():
+            add_random(writer, f"blk.{layer}.{name}", tensor_shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -141,13 +141,16 @@ def seconds(work: Callable, times: int = 1, device: torch.device = CPU) -> float
 
 
 def time_decode(engine: Engine, context: int, steps: int) -> Timing:
-    """Decode in all rows, greedily, after `context` positions with random keys and values.
+    """Decode in all rows, greedily, after `context` positions with random states.
 
     A fresh cache would not do: pages that were never written are not read from memory.
     """
     for block in engine.model.blocks:
-        block.attention.cache.k.normal_()
-        block.attention.cache.v.normal_()
+        for tensor in block.state.buffers():
+            if tensor.is_floating_point():
+                tensor.normal_()
+            else:
+                tensor.fill_(context)  # the positions of recurrent states
     for row in engine.rows:
         row.tokens = [0] * context
 

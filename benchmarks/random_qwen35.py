@@ -29,10 +29,13 @@ class Shape:
     heads: int
     kv_heads: int
     value_heads: int
+    interval: int = 4  # every so many layers have attention, the others gated delta nets
 
 
 SHAPES = {
     "0.8B": Shape(dim=1024, hidden=3584, layers=24, heads=8, kv_heads=2, value_heads=16),
+    # A transformer with as many weights.
+    "plain-0.8B": Shape(dim=1024, hidden=3584, layers=24, heads=12, kv_heads=1, value_heads=16, interval=1),
     "2B": Shape(dim=2048, hidden=6144, layers=24, heads=8, kv_heads=2, value_heads=16),
     "4B": Shape(dim=2560, hidden=9216, layers=32, heads=16, kv_heads=4, value_heads=32),
 }
@@ -40,7 +43,6 @@ HEAD_DIM = 256
 KEY_HEADS = 16
 STATE = 128  # the width of keys and values of a gated delta net
 CONV = 4
-INTERVAL = 4  # every fourth layer has attention
 
 
 def fields(shape: Shape) -> dict:
@@ -62,7 +64,7 @@ def fields(shape: Shape) -> dict:
         "ssm.state_size": STATE,
         "ssm.time_step_rank": shape.value_heads,
         "ssm.group_count": KEY_HEADS,
-        "full_attention_interval": INTERVAL,
+        "full_attention_interval": shape.interval,
     }
 
 
@@ -76,7 +78,7 @@ def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
         "ffn_up.weight": (shape.hidden, shape.dim),
         "ffn_down.weight": (shape.dim, shape.hidden),
     }
-    if (layer + 1) % INTERVAL == 0:
+    if (layer + 1) % shape.interval == 0:
         return shapes | {
             "attn_q.weight": (2 * shape.heads * HEAD_DIM, shape.dim),
             "attn_k.weight": (shape.kv_heads * HEAD_DIM, shape.dim),

@@ -661,17 +661,47 @@ def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK
 #
 # The columns of a head's matrix (dk,dv) do not depend on each other, so a program has BLOCK_V of
 # them, in registers, for all tokens of a batch row. It adds the pending updates and then the tokens,
-# one by one, and writes the matrix before the tokens that are pending afterwards.
-# delta_commit_kernel then stores what several programs have read: the keys and decays of the pending
+# and writes the matrix before the tokens that are pending afterwards.
+#
+# Up to MAX_DECODE_TOKENS tokens a row are added one by one (delta_kernel), so that the verification
+# of drafts gives the bits of decoding. More (prefill) are added in chunks of WINDOW, with the
+# products of kernels.delta_chunks, which tensor cores compute. What these need of the keys and
+# queries alone is computed before, for all chunks in parallel (delta_system_kernel).
+# delta_chunks_kernel then goes from chunk to chunk. The last chunk ends at the last token, so it has
+# the pending tokens and no others. The first may begin before the first token: a token that is
+# missing has zeros for q, k, v, log_decay and beta, which change nothing.
+#
+# delta_commit_kernel stores what several programs have read: the keys and decays of the pending
 # tokens, and the base.
 
 WINDOW = tl.constexpr(DELTA_WINDOW)
+PART = tl.constexpr(16)  # rows of a matrix that are multiplied at once, the fewest for a tensor core
+# Each float32 is split into three numbers in bfloat16. Six products of these give nearly the bits of
+# a float32 product (TF32 would keep 11 bits of 24). The interpreter multiplies in float32.
+PRECISION = tl.constexpr("ieee" if INTERPRETED.value else "bf16x6")
 
 
 @triton.jit
 def add_update(M, decay, key, delta):
-    """The matrix of a head (dk,dv) after a token."""
-    return M * decay + key[:, None] * delta[None, :]
+    """The matrix of a head after a token. key: in the shape of M's rows."""
+    return M * decay + tl.expand_dims(key, -1) * delta
+
+
+@triton.jit
+def load_matrix(matrix, base, keys, deltas, decays, row, head, start, i, j, n, m, dk, dv):
+    """The rows i, of any shape, and columns j of a head's matrix before position `start`, and where
+    they are stored."""
+    is_row = i < dk
+    is_column = j < dv
+    place = matrix + ((row * m + head) * dk + tl.expand_dims(i, -1)) * dv + j
+    M = tl.load(place, mask=tl.expand_dims(is_row, -1) & is_column & (start > 0), other=0.0)
+    pending = tl.where(start > 0, start - tl.load(base + row), 0)
+    for p in range(0, pending):
+        entry = row * WINDOW + p
+        key = tl.load(keys + (entry * n + head % n) * dk + i, mask=is_row, other=0.0)
+        delta = tl.load(deltas + (entry * m + head) * dv + j, mask=is_column, other=0.0)
+        M = add_update(M, tl.load(decays + entry * m + head), key, delta)
+    return M, place
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -681,7 +711,8 @@ def delta_kernel(
 ):  # fmt: skip
     """The gated delta rule for one value head of a batch row: grid (B * m, blocks of columns).
 
-    counts (B,): the real tokens of each batch row. Reads and writes the matrix once.
+    counts (B,): the real tokens of each batch row, up to WINDOW, which are all pending afterwards.
+    Reads and writes the matrix once.
     """
     b = (tl.program_id(0) // m).to(tl.int64)
     head = tl.program_id(0) % m
@@ -693,22 +724,12 @@ def delta_kernel(
     j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_row = i < dk
     is_column = j < dv
-    inside = is_row[:, None] & is_column[None, :]
     row = cache_row(rows, b)
     start = tl.load(input_pos + b * S)
-    place = matrix + ((row * m + head) * dk + i[:, None]) * dv + j[None, :]
-    M = tl.load(place, mask=inside & (start > 0), other=0.0)
-    pending = tl.where(start > 0, start - tl.load(base + row), 0)
-    for p in range(0, pending):
-        entry = row * WINDOW + p
-        key = tl.load(keys + (entry * n + head % n) * dk + i, mask=is_row, other=0.0)
-        delta = tl.load(deltas + (entry * m + head) * dv + j, mask=is_column, other=0.0)
-        M = add_update(M, tl.load(decays + entry * m + head), key, delta)
+    M, place = load_matrix(matrix, base, keys, deltas, decays, row, head, start, i, j, n, m, dk, dv)
+    tl.store(place, M, mask=is_row[:, None] & is_column[None, :])
 
-    done = tl.maximum(count - WINDOW, 0)
     for t in range(0, count):
-        if t == done:
-            tl.store(place, M, mask=inside)
         token = b * S + t
         query = tl.load(q + (token * n + head % n) * dk + i, mask=is_row, other=0.0)
         key = tl.load(k + (token * n + head % n) * dk + i, mask=is_row, other=0.0)
@@ -718,8 +739,124 @@ def delta_kernel(
         delta = tl.load(beta + token * m + head) * (value - predicted)
         M = add_update(M, decay, key, delta)
         tl.store(out + (token * m + head) * dv + j, tl.sum(M * query[:, None], 0), mask=is_column)
-        entry = row * WINDOW + t - done
-        tl.store(deltas + (entry * m + head) * dv + j, delta, mask=is_column & (t >= done))
+        entry = row * WINDOW + t
+        tl.store(deltas + (entry * m + head) * dv + j, delta, mask=is_column)
+
+
+@triton.jit
+def product(a, b):
+    """a b of float32 matrices, on tensor cores and with nearly the bits of float32."""
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def first_chunk(count):
+    """Where the first chunk begins, 0 or less, so that the last one ends after `count` tokens."""
+    return count - tl.cdiv(count, WINDOW) * WINDOW
+
+
+@triton.jit(do_not_specialize=["S"])
+def delta_system_kernel(q, k, log_decay, beta, counts, inverses, weights, S, n, m, dk):
+    """Solve the triangular systems of kernels.delta_chunks for one chunk of a value head: grid
+    (chunks, B * m).
+
+    Writes, in (B,m,chunks,WINDOW,WINDOW) each: inverses, (I + system)^-1 with its columns multiplied
+    by beta, which maps v - (what the matrix before the chunk predicts) to the deltas; and weights,
+    (Q K^T) * ratio, with which the outputs read the deltas.
+    """
+    b = (tl.program_id(1) // m).to(tl.int64)
+    head = tl.program_id(1) % m
+    count = tl.load(counts + b)
+    r = tl.arange(0, WINDOW)
+    t = first_chunk(count) + tl.program_id(0) * WINDOW + r
+    is_token = (t >= 0) & (t < count)
+    token = b * S + t
+
+    keys_keys = tl.zeros((WINDOW, WINDOW), tl.float32)
+    queries_keys = tl.zeros((WINDOW, WINDOW), tl.float32)
+    for first in range(0, dk, PART):
+        i = first + tl.arange(0, PART)
+        where = (token * n + head % n)[:, None] * dk + i[None, :]
+        inside = is_token[:, None] & (i < dk)[None, :]
+        K = tl.load(k + where, mask=inside, other=0.0)
+        Q = tl.load(q + where, mask=inside, other=0.0)
+        keys_keys += product(K, tl.trans(K))
+        queries_keys += product(Q, tl.trans(K))
+
+    g = tl.cumsum(tl.load(log_decay + token * m + head, mask=is_token, other=0.0))
+    rate = tl.load(beta + token * m + head, mask=is_token, other=0.0)[:, None]
+    ratio = tl.exp(tl.where(r[:, None] >= r[None, :], g[:, None] - g[None, :], float("-inf")))
+    system = tl.where(r[:, None] > r[None, :], rate * keys_keys * ratio, 0.0)
+
+    # Gaussian elimination: row c is final when its multiples are subtracted from the rows below it.
+    # (The product (I - A)(I + A^2)(I + A^4)(I + A^8) is the inverse too, but it loses three digits
+    # where keys are similar.)
+    inverse = tl.where(r[:, None] == r[None, :], rate, 0.0)
+    for c in range(0, WINDOW):
+        factors = tl.sum(tl.where(r[None, :] == c, system, 0.0), 1)
+        final = tl.sum(tl.where(r[:, None] == c, inverse, 0.0), 0)
+        inverse -= factors[:, None] * final[None, :]
+
+    chunk = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    place = (chunk * WINDOW + r[:, None]) * WINDOW + r[None, :]
+    tl.store(inverses + place, inverse)
+    tl.store(weights + place, queries_keys * ratio)
+
+
+@triton.jit(do_not_specialize=["S"])
+def delta_chunks_kernel(
+    q, k, v, log_decay, matrix, base, keys, deltas, decays, input_pos, rows, counts, inverses, weights, out,
+    S, n, m, dk, dv, PARTS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """delta_kernel for many tokens: kernels.delta_chunks with what delta_system_kernel has solved.
+
+    A matrix is (PARTS,PART,BLOCK_V) here. Products with it are computed in parts, each by one warp,
+    and summed. With (dk,BLOCK_V) every warp would hold all keys, more than there are registers.
+    """
+    b = (tl.program_id(0) // m).to(tl.int64)
+    head = tl.program_id(0) % m
+    count = tl.load(counts + b)
+    if count == 0:
+        return
+
+    i = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_row = i < dk
+    is_column = j < dv
+    row = cache_row(rows, b)
+    start = tl.load(input_pos + b * S)
+    M, place = load_matrix(matrix, base, keys, deltas, decays, row, head, start, i, j, n, m, dk, dv)
+
+    r = tl.arange(0, WINDOW)
+    solved = tl.program_id(0).to(tl.int64) * tl.cdiv(S, WINDOW) * WINDOW * WINDOW + r[:, None] * WINDOW + r[None, :]
+    for first in range(first_chunk(count), count, WINDOW):
+        if first == count - WINDOW:
+            tl.store(place, M, mask=is_row[:, :, None] & is_column[None, None, :])
+        t = first + r
+        token = b * S + t
+        of_keys = (token * n + head % n)[None, :, None] * dk + i[:, None, :]  # (PARTS,WINDOW,PART)
+        is_key = (t >= 0)[None, :, None] & is_row[:, None, :]
+        of_values = (token * m + head)[:, None] * dv + j[None, :]  # (WINDOW,BLOCK_V)
+        is_value = (t >= 0)[:, None] & is_column[None, :]
+        K = tl.load(k + of_keys, mask=is_key, other=0.0)
+        Q = tl.load(q + of_keys, mask=is_key, other=0.0)
+        V = tl.load(v + of_values, mask=is_value, other=0.0)
+        g = tl.cumsum(tl.load(log_decay + token * m + head, mask=t >= 0, other=0.0))
+        g_last = tl.sum(tl.where(r == WINDOW - 1, g, 0.0), 0)
+        scale = tl.exp(g)[:, None]
+
+        predicted = scale * tl.sum(product(K, M), 0)
+        delta = product(tl.load(inverses + solved), V - predicted)
+        y = scale * tl.sum(product(Q, M), 0) + product(tl.load(weights + solved), delta)
+        decayed = tl.exp(g_last - g)[:, None] * delta  # the updates at the end of the chunk
+        decayed = tl.broadcast_to(decayed[None, :, :], (PARTS, WINDOW, BLOCK_V))
+        M = tl.exp(g_last) * M + product(tl.permute(K, (0, 2, 1)), decayed)
+        solved += WINDOW * WINDOW
+
+        tl.store(out + of_values, y, mask=is_value)
+        entry = row * WINDOW + first + r - tl.maximum(count - WINDOW, 0)
+        of_deltas = (entry * m + head)[:, None] * dv + j[None, :]
+        tl.store(deltas + of_deltas, delta, mask=is_value & (first == count - WINDOW))
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -986,11 +1123,24 @@ def gated_delta(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, in
     out = torch.zeros_like(v)
     block_v = 32
     grid = (B * m, triton.cdiv(dv, block_v))
+    state = (matrix, base, keys, deltas, decays, input_pos, rows, counts)
     with torch.cuda.device_of(q):
-        delta_kernel[grid](
-            *inputs, matrix, base, keys, deltas, decays, input_pos, rows, counts, out,
-            S, n, m, dk, dv, triton.next_power_of_2(dk), block_v, num_warps=4,
-        )  # fmt: skip
+        if S <= MAX_DECODE_TOKENS:
+            block_k = triton.next_power_of_2(dk)
+            delta_kernel[grid](*inputs, *state, out, S, n, m, dk, dv, block_k, block_v, num_warps=4)
+        else:
+            q, k, v, log_decay, beta = inputs
+            chunks = triton.cdiv(S, DELTA_WINDOW)
+            inverses = q.new_empty(B, m, chunks, DELTA_WINDOW, DELTA_WINDOW)
+            weights = torch.empty_like(inverses)
+            delta_system_kernel[(chunks, B * m)](
+                q, k, log_decay, beta, counts, inverses, weights, S, n, m, dk, num_warps=1
+            )
+            parts = triton.next_power_of_2(triton.cdiv(dk, PART.value))
+            delta_chunks_kernel[grid](
+                q, k, v, log_decay, *state, inverses, weights, out, S, n, m, dk, dv, parts, block_v,
+                num_warps=8, num_stages=2,
+            )  # fmt: skip
         delta_commit_kernel[(B, DELTA_WINDOW)](
             inputs[1], inputs[3], base, keys, decays, input_pos, rows, counts, S, m, n * dk, 256
         )

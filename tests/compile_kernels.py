@@ -3,7 +3,7 @@
     python tests/compile_kernels.py [--all]
 
 It prints one JSON object: "sm_90 linear int4 ...": {"registers", "spills"}. Without --all it
-compiles the heaviest configuration of each kernel for sm_90, and two of them for sm_80, too. With
+compiles the heaviest configuration of each kernel for sm_90, and three of them for sm_80, too. With
 it, it compiles everything that Llama models of 1B and 8B would run. It is a program of its own
 because Triton decides at import whether it interprets.
 """
@@ -58,7 +58,7 @@ def compile_kernel(kernel, target: GPUTarget, dtype: torch.dtype, settings: dict
             signature[name] = "fp32"
         else:
             signature[name] = "*" + kinds.get(name, TYPES[dtype])
-        if signature[name][0] == "*" or name in ("N", "C", "K", "T", "E", "H"):
+        if signature[name][0] == "*" or name in ("N", "C", "K", "T", "E", "H", "dk", "dv"):
             aligned[(i,)] = [["tt.divisibility", 16]]  # as in a real launch
 
     source = ASTSource(fn=kernel, signature=signature, constexprs=settings, attrs=aligned)
@@ -152,6 +152,9 @@ def cases(everything: bool):
     yield "rotary", kt.rotary_kernel, half, {"BLOCK_E": 128, "rows": None}, KINDS, 1, 3
     delta = {"BLOCK_K": 128, "BLOCK_V": 32, "rows": None}
     yield "delta", kt.delta_kernel, torch.float32, delta, DELTA_KINDS, 4, 3
+    yield "delta system", kt.delta_system_kernel, torch.float32, {}, DELTA_KINDS, 1, 3
+    delta = {"PARTS": 8, "BLOCK_V": 32, "rows": None}
+    yield "delta chunks", kt.delta_chunks_kernel, torch.float32, delta, DELTA_KINDS, 8, 2
     commit = {"BLOCK": 256, "rows": None}
     yield "delta commit", kt.delta_commit_kernel, torch.float32, commit, DELTA_KINDS, 4, 3
     yield "sample", kt.sample_kernel, half, {"BLOCK": kt.SAMPLE_BLOCK}, SAMPLE_KINDS, 16, 3
@@ -205,7 +208,7 @@ def main():
     everything = parser.parse_args().all
     jobs = []
     for name, *_ in cases(everything):
-        is_heaviest = name.startswith(("linear int4", "prefill"))
+        is_heaviest = name.startswith(("linear int4", "prefill", "delta chunks"))
         for target in TARGETS:
             if everything or target == "sm_90" or (target == "sm_80" and is_heaviest):
                 jobs.append((name, target))

@@ -85,7 +85,7 @@ def make_contestants(
         run = partial(measure.decode_and_prefill, args, source, format, flags, tree, args.rows)
         contestants[f"{who} {mode} {shown}"] = run
     path = open_checkpoint(source).path
-    if not args.old and not (path.is_dir() and is_ours(path)):
+    if not (args.old or args.without_transformers or (path.is_dir() and is_ours(path))):
         contestants["transformers bf16"] = transformers_contestant(args, source, device)
     numbers = torch.ones(2**25, dtype=torch.int64, device=device)
     contestants["memory"] = lambda: numbers.nbytes / measure.seconds(numbers.sum, 3, device)
@@ -135,6 +135,7 @@ def main():
     add("--compile", action="store_true", help="also measure fastpath compiled")
     add("--options", default="", help="further options of generate.py, for example '--options=--kernels avx2'")
     add("--old", type=Path, metavar="DIRECTORY", help="another checkout, to compare with")
+    add("--without_transformers", action="store_true", help="do not measure transformers")
     args = parser.parse_args()
 
     device = choose_device(None)

@@ -126,16 +126,27 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   }
 }
 
+// Prefetches memory in ascending order, a few lines at a time between computations. A processor waits for some twenty
+// lines at once. More prefetches in a row would stop it, and columns of rows would use a part of the memory's channels.
+struct ReadAhead {
+  const char *next = nullptr, *end = nullptr;
+
+  [[gnu::always_inline]] void lines(int count) {
+    for (; count > 0 && next < end; count--, next += 64) _mm_prefetch(next, _MM_HINT_T0);
+  }
+};
+
 // w.keys = the keys of 16 slots from `slot` on, transposed. Beyond the end of the cache the last slot is repeated; the
 // causal mask hides it.
-template <class T>
-void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w) {
+template <Products P, class T>
+void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w, ReadAhead& ahead) {
   const T* rows[LANES];
   for (int i = 0; i < LANES; i++) rows[i] = keys + std::min(slot + i, a.slots - 1) * a.E;
   const int64_t words = a.key_words(), E = a.E;
   uint32_t* to = w.keys;
   for (int64_t j = 0; j < words; j += LANES, to += LANES * LANES) {
     i32x16 r[LANES];
+    ahead.lines(P == AMX ? LANES : LANES / 2);  // dot_keys prefetches as many
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) r[i] = load_words<Attention<T>::KEY_WORDS>(rows[i], j, E);
     transpose(r);
@@ -146,7 +157,7 @@ void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Wo
 
 // acc = dot products of queries i..i+MT with the 16 transposed keys.
 template <Products P, class T, int MT>
-void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc)[MT]) {
+void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc)[MT], ReadAhead& ahead) {
   std::fill(acc, acc + MT, floats(0.0f));
   const int64_t words = a.words(P);
   auto add = [&](f32x16& sum, f32x16 key, int64_t j, int m) {
@@ -164,6 +175,7 @@ void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc
     std::fill(even, even + MT, floats(0.0f));
     std::fill(odd, odd + MT, floats(0.0f));
     for (int64_t j = start; j < std::min(start + GROUP, words); j += 2) {
+      ahead.lines(1);
       const uint32_t* keys = w.keys + j * LANES;
       f32x16 key, next;
       if constexpr (P == FLOAT && Attention<T>::KEY_WORDS == PAIRS)
@@ -186,7 +198,7 @@ struct ChunkTile {
   int64_t base;                // the first slot of the chunk
   int64_t from, to;            // some of the queries see slots from..to
   bool is_first;               // it is the first visible chunk, so no chunk before it has prefetched it
-  int64_t ahead;               // how many slots ahead to prefetch; 0 in the last chunk
+  ReadAhead next_keys, next_values;  // of the next chunk, if there is one
 
   int64_t low() const { return from / LANES * LANES; }  // scores are computed from this slot on
 };
@@ -209,8 +221,8 @@ inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c,
 // Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and VT registers from
 // element e on.
 template <class T, int MT, int VT>
-[[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c, int64_t i,
-                                  int64_t e, float* states) {
+[[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, ChunkTile<T>& c, int64_t i, int64_t e,
+                                  float* states) {
   constexpr bool BY_PAIRS = std::is_same_v<T, bf16> && VT % 2 == 0;  // two registers have 32 elements in turns
   f32x16 acc[MT][VT], even_sum[MT][VT];
   for (auto& row : acc) std::fill(row, row + VT, floats(0.0f));
@@ -220,7 +232,7 @@ template <class T, int MT, int VT>
       f32x16 sum[MT][VT];
       for (auto& row : sum) std::fill(row, row + VT, floats(0.0f));
       for (int64_t slot = begin + (begin + odd) % 2; slot < end; slot += 2) {
-        if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, VT * LANES * sizeof(T));
+        c.next_values.lines(VT);
         const T* value = c.values + slot * a.E;
         f32x16 v[VT];
 #pragma GCC unroll 4
@@ -256,12 +268,12 @@ template <class T, int MT, int VT>
 #ifdef HAS_BF16_PRODUCTS
 // The same as add_values, with PAIRS: two slots at a time.
 template <int MT, int VT>
-[[gnu::noinline]] void add_value_pairs(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c,
-                                       int64_t i, int64_t e, float* states) {
+[[gnu::noinline]] void add_value_pairs(const Attention<bf16>& a, const Workspace& w, ChunkTile<bf16>& c, int64_t i,
+                                       int64_t e, float* states) {
   f32x16 acc[MT][VT];
   for (auto& row : acc) std::fill(row, row + VT, floats(0.0f));
   for (int64_t slot = c.from / 2 * 2; slot < c.to; slot += 2) {
-    if (i == 0) prefetch(c.values + (slot + c.ahead) * a.E + e, 2 * VT * LANES * sizeof(bf16));
+    c.next_values.lines(VT);
     i32x16 v[VT + 1];
 #pragma GCC unroll 4
     for (int j = 0; j < VT; j += 2) load_value_pairs(a, c, slot, e / 2 + j * LANES / 2, v[j], v[j + 1]);
@@ -298,12 +310,12 @@ void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_st
 }
 
 // The same as add_values, with AMX: for all queries, 32 slots at a time.
-void add_values_amx(const Attention<bf16>& a, const Workspace& w, const ChunkTile<bf16>& c, float* states) {
+void add_values_amx(const Attention<bf16>& a, const Workspace& w, ChunkTile<bf16>& c, float* states) {
   const int64_t words = a.words(AMX), begin = c.from / GROUP * GROUP, end = (c.to + GROUP - 1) / GROUP * GROUP;
   uint32_t* pairs = w.values;
   for (int64_t slot = begin; slot < end; slot += 2) {
-    if (slot < c.to) prefetch(c.values + (slot + c.ahead) * a.E, 2 * a.E * sizeof(bf16));
     for (int64_t word = 0; word < words; word += LANES, pairs += 2 * LANES) {
+      c.next_values.lines(2);
       i32x16 low, high;
       load_value_pairs(a, c, slot, word, low, high);
       store(pairs, low), store(pairs + LANES, high);
@@ -324,14 +336,12 @@ void in_steps(int64_t count, const Work& work) {
 
 // Step 1 of a chunk: w.weights = the dot products of queries and keys.
 template <Products P, class T>
-[[gnu::always_inline]] inline void chunk_products(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c) {
-  // Without these prefetches attention takes three times as long.
-  const int64_t bytes = LANES * a.E * sizeof(T);
+[[gnu::always_inline]] inline void chunk_products(const Attention<T>& a, const Workspace& w, ChunkTile<T>& c) {
+  // Without prefetches attention takes three times as long.
   if (c.is_first) prefetch(c.keys + c.low() * a.E, (c.to - c.low()) * a.E * sizeof(T));
   for (int64_t slot = c.low(); slot < c.to; slot += LANES) {
-    if (c.ahead) prefetch(c.keys + (slot + c.ahead) * a.E, bytes);
-    if (c.is_first) prefetch(c.values + slot * a.E, bytes);
-    transpose_keys(a, c.keys, slot, w);
+    if (c.is_first) prefetch(c.values + slot * a.E, LANES * a.E * sizeof(T));
+    transpose_keys<P>(a, c.keys, slot, w, c.next_keys);
     float* products = w.weights + slot - c.base;
 #ifdef HAS_AMX
     if constexpr (P == AMX) {
@@ -343,7 +353,7 @@ template <Products P, class T>
     in_steps<QUERIES_AT_ONCE>(c.count, [&](auto queries, int64_t i) {
       constexpr int MT = decltype(queries)::value;
       f32x16 acc[MT];
-      dot_keys<P, T, MT>(a, w, i, acc);
+      dot_keys<P, T, MT>(a, w, i, acc, c.next_keys);
       for (int m = 0; m < MT; m++) store(products + (i + m) * CHUNK, acc[m]);
     });
   }
@@ -404,7 +414,12 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   const int64_t base = chunk * CHUNK;
   ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), count, base};
   c.from = std::max(base, first), c.to = std::min(base + CHUNK, last + 1);
-  c.is_first = base <= first, c.ahead = base + CHUNK <= last ? CHUNK : 0;
+  c.is_first = base <= first;
+  const int64_t next = base + CHUNK, next_end = std::min(next + CHUNK, last + 1);
+  if (next < next_end) {
+    c.next_keys = {(const char*)(c.keys + next * a.E), (const char*)(c.keys + next_end * a.E)};
+    c.next_values = {(const char*)(c.values + next * a.E), (const char*)(c.values + next_end * a.E)};
+  }
   if (c.from >= c.to) {  // none of these queries sees the chunk; other queries of their row do
     for (int64_t i = 0; i < count; i++) clear_state(states + i * a.stride(), a.width());
     return;

@@ -1,8 +1,8 @@
 """What gated delta nets cost (docs/hybrid.md), on a Qwen3.5 file such as that of random_qwen35.py.
 
-share     the time of the delta rule in a decode step, all layers one after the other, relative to
-          reading and writing their states as torch's multiplication in place does. Before each,
-          other memory is read, as weights are in a step.
+share     the time of the delta rule in a decode step, relative to reading and writing its states as
+          torch's multiplication in place does. Before each, other memory is read, as weights are in
+          a step.
 verify    a pass over 1 + --drafted tokens, relative to a pass over one, in turns with the model of
           --plain, a transformer with as many bytes of weights
 context   the tokens/s of decoding at --context positions, relative to 128, and what they would be
@@ -34,29 +34,31 @@ TIMES = 9
 
 
 def measure_share(args, model: Transformer) -> dict:
-    """Seconds of the delta rule for one token in all layers, beside reading and writing the states."""
-    model.setup_caches(1, SHORT)
+    """Seconds of the delta rule for one token, beside reading and writing the states.
+
+    The rows of one layer stand for the layers of one row, which the fused operation runs in one
+    call, too.
+    """
     net = model.config.delta_net
-    states = [block.state for block in model.blocks if block.attention is None]
+    rows = len(net.layers)
+    model.setup_caches(rows, SHORT, snapshot_bytes=0)
+    state = model.blocks[net.layers[0]].state
     numbers = torch.ones(2**25, dtype=torch.int64)  # more than the processor's caches hold
     sizes = [(net.n_key_head, net.key_dim)] * 2 + [(net.n_value_head, net.value_dim)]
-    q, k, v = (torch.nn.functional.normalize(torch.randn(1, 1, *size), dim=-1) for size in sizes)
-    log_decay = -torch.rand(1, 1, net.n_value_head)
-    beta = torch.rand(1, 1, net.n_value_head)
-    for state in states:
-        state.base.fill_(SHORT)
-        state.decays.fill_(1.0)
-    position = torch.tensor([[SHORT + 1]])  # one token is pending, as in plain decoding
+    q, k, v = (torch.nn.functional.normalize(torch.randn(rows, 1, *size), dim=-1) for size in sizes)
+    log_decay = -torch.rand(rows, 1, net.n_value_head)
+    beta = torch.rand(rows, 1, net.n_value_head)
+    state.decays.fill_(1.0)
+    positions = torch.full((rows, 1), SHORT + 1)  # one token is pending, as in plain decoding
 
     def update():
-        for state in states:
-            state.base.fill_(SHORT)
+        state.base.fill_(SHORT)
         numbers.sum()
-        return measure.seconds(lambda: [gated_delta(q, k, v, log_decay, beta, s, position, None) for s in states])
+        return measure.seconds(lambda: gated_delta(q, k, v, log_decay, beta, state, positions, None))
 
     def read_and_write():
         numbers.sum()
-        return measure.seconds(lambda: [state.matrix.mul_(0.5) for state in states])
+        return measure.seconds(lambda: state.matrix.mul_(0.5))
 
     times = measure.take_turns({"rule": update, "memory": read_and_write}, args.rounds * TIMES, warm_up=TIMES)
     found = measure.ratio("share", times["rule"], times["memory"])

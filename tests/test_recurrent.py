@@ -1,18 +1,21 @@
 """The gated delta rule, the states of its layers, and the snapshots from which later prompts go on."""
 
 import copy
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import urllib.request
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from cases import NARROW, WIDE, delta_inputs, delta_state
-from conftest import only_torch, random_prompts, save_random, tiny_config
+from conftest import ROOT, only_torch, random_prompts, save_random, tiny_config
 
 from convert_hf_checkpoint import convert
 from cpu.build import load_kernels
@@ -446,26 +449,78 @@ convert_hf_to_gguf.main()
 """
 
 
-@pytest.mark.full
-@pytest.mark.skipif("LLAMA_CPP_SOURCE" not in os.environ, reason="needs llama.cpp's sources (LLAMA_CPP_SOURCE)")
-@pytest.mark.parametrize("n, per_key, width, layers, interval", [(2, 2, 16, 4, 4), (3, 1, 8, 5, 2), (2, 3, 24, 6, 3)])
-def test_a_file_of_llama_cpps_converter(tmp_path, byte_level, n, per_key, width, layers, interval):
+needs_llama_cpp = pytest.mark.skipif(
+    "LLAMA_CPP_SOURCE" not in os.environ, reason="needs llama.cpp's sources (LLAMA_CPP_SOURCE)"
+)
+NETS = pytest.mark.parametrize(
+    "n, per_key, width, layers, interval", [(2, 2, 16, 4, 4), (3, 1, 8, 5, 2), (2, 3, 24, 6, 3)]
+)
+
+
+def converted(folder, tokenizer, n, per_key, width, layers, interval):
+    """A random checkpoint, and the GGUF file that llama.cpp's converter makes of it: `hf` and `x.gguf` in a folder."""
     config = transformers.Qwen3_5TextConfig(
         vocab_size=1000, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         intermediate_size=96, num_hidden_layers=layers, full_attention_interval=interval, linear_num_key_heads=n,
         linear_num_value_heads=n * per_key, linear_key_head_dim=width, linear_value_head_dim=width,
         tie_word_embeddings=per_key > 1, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    save_random(config, tmp_path / "hf", seed=n)
-    shutil.copytree(byte_level, tmp_path / "hf", dirs_exist_ok=True)
-    arguments = [os.environ["LLAMA_CPP_SOURCE"], tmp_path / "hf", tmp_path / "x.gguf"]
+    save_random(config, folder / "hf", seed=n)
+    shutil.copytree(tokenizer, folder / "hf", dirs_exist_ok=True)
+    arguments = [os.environ["LLAMA_CPP_SOURCE"], folder / "hf", folder / "x.gguf"]
     subprocess.run([sys.executable, "-c", CONVERTER, *map(str, arguments)], check=True, capture_output=True)
+    return folder / "hf", folder / "x.gguf"
 
+
+@pytest.mark.full
+@needs_llama_cpp
+@NETS
+def test_a_file_of_llama_cpps_converter(tmp_path, byte_level, n, per_key, width, layers, interval):
+    directory, file = converted(tmp_path, byte_level, n, per_key, width, layers, interval)
     tokens = torch.tensor(random_prompts((60,), V=900, seed=4))
     logits = []
-    for source in (open_hf(tmp_path / "hf"), open_gguf(tmp_path / "x.gguf")):
+    for source in (open_hf(directory), open_gguf(file)):
         model = load_model(source, dtype=torch.float32)
         model.setup_caches(1, 60)
         with torch.no_grad():
             logits.append(model(tokens, torch.arange(60)[None], all_logits=True))
     assert torch.equal(*logits)
+
+
+@pytest.mark.full
+@needs_llama_cpp
+@pytest.mark.skipif("LLAMA_CPP_BIN" not in os.environ, reason="needs llama.cpp's programs (LLAMA_CPP_BIN)")
+@NETS
+def test_llama_server_has_the_same_logits(tmp_path, byte_level, n, per_key, width, layers, interval):
+    _, file = converted(tmp_path, byte_level, n, per_key, width, layers, interval)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import measure
+
+    model = load_model(open_gguf(file), dtype=torch.float32)
+    model.setup_caches(1, 256)
+    port = measure.free_port()
+    command = [Path(os.environ["LLAMA_CPP_BIN"]) / "llama-server", "-m", file, "--port", port, "-np", 1, "-c", 512]
+    command += ["-t", 2, "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    compared = 0
+    with measure.server(command, tmp_path / "log", port):
+        for i, length in enumerate((1, 2, 3, 5, 7, 17, 19, 40, 41, 63, 64, 65, 90, 200, 201)):
+            prompt = random_prompts((length,), V=900, seed=i)[0]
+            answer = complete(port, {"prompt": prompt, "n_predict": 1, "n_probs": 40, "cache_prompt": False})
+            if "completion_probabilities" not in answer:
+                continue  # its token is a part of a character, or the end
+            compared += 1
+            with torch.no_grad():
+                found = model(torch.tensor([prompt]), torch.arange(length)[None]).log_softmax(-1)[0]
+            top = answer["completion_probabilities"][0]["top_logprobs"]
+            theirs = torch.tensor([token["logprob"] for token in top])
+            torch.testing.assert_close(found[[token["id"] for token in top]], theirs, atol=1e-4, rtol=0)
+    assert compared > 5
+
+
+def complete(port, body):
+    """The answer of llama-server's own interface for completions."""
+    headers = {"Content-Type": "application/json"}
+    data = json.dumps(body | {"temperature": 0}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", data, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)

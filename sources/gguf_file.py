@@ -246,12 +246,15 @@ class GgufFile:
         if not layers:
             return None
         n_value_head = self.hyper("ssm.time_step_rank")
+        inner_size = self.hyper("ssm.inner_size")
+        if n_value_head < 1 or inner_size % n_value_head:
+            self.refuse("ssm.inner_size", f"is not a multiple of {n_value_head} heads")
         return DeltaNet(
             layers=layers,
             n_key_head=self.hyper("ssm.group_count"),
             n_value_head=n_value_head,
             key_dim=self.hyper("ssm.state_size"),
-            value_dim=self.hyper("ssm.inner_size") // n_value_head,
+            value_dim=inner_size // n_value_head,
             conv_width=self.hyper("ssm.conv_kernel"),
         )
 

@@ -750,6 +750,8 @@ def test_no_instruction_that_the_instruction_set_lacks(instructions):
     text = subprocess.run(["objdump", "-dC", str(library)], capture_output=True, text=True, check=True).stdout
     product = re.search(r"block_dot_int8<1, fastpath::Q4_1>.*>:\n((?:.+\n)+)", text).group(1)
     assert product.count("prefetcht1") >= 5
+    keys = re.search(r"transpose_keys<.*>:\n((?:.+\n)+)", text).group(1)
+    assert "prefetcht0" in keys
 
 
 @pytest.mark.parametrize("processor, chosen", [

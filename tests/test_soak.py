@@ -241,7 +241,7 @@ def test_slow_heads_and_slow_bodies_are_dropped(server):
 
 # ---------------------------------------------------------------- mixed load
 
-BAD = [b"{", b'{"prompt": [700]}', b"[" * 9000, b'{"prompt": "\\ud800"}', b'{"prompt": [5], "max_tokens": -1}']
+BAD = [b"{", b'{"prompt": [700]}', b"[" * 9000, b'{"prompt": "\\ud800"}', b'{"prompt": [5], "max_tokens": -2}']
 
 
 def one_of_all_kinds(server: Server, chance: random.Random) -> str:

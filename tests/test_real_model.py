@@ -50,7 +50,9 @@ MANY_SPACES = {" " * 32, " " * 33, "a" + " " * 100 + "b"}
 WRITTEN_SPACES = {"\u2581a \u2581\u2581b"}
 LLAMA_CPP = os.environ.get("LLAMA_CPP_BIN")
 needs_llama_cpp = pytest.mark.skipif(not LLAMA_CPP, reason="needs LLAMA_CPP_BIN, the folder of llama.cpp's programs")
-SAME_PERPLEXITY = 0.005  # relative; llama.cpp rounds the inputs of products to 8 bits, we round to bfloat16
+# Relative. llama.cpp rounds the inputs of products to 8 bits: its 32.78 for gemma-3-270m is 0.7 % above the value
+# without any rounding, ours is 0.1 % above.
+SAME_PERPLEXITY = 0.01
 
 
 @pytest.fixture(scope="module", params=FORMATS)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cli import UserError, first_line, progress_bar
 from config import Config
-from kernels import MAX_DECODE_TOKENS
+from kernels import DELTA_WINDOW, MAX_DECODE_TOKENS
 from model import WHOLE_MODEL, Transformer, pad_rows
 from sampling import Sampling, SamplingParams, sample, top_logprobs
 
@@ -33,6 +33,7 @@ CHUNK_TOKENS = 128  # tokens of a prompt that are read between two decode steps
 # Tokens of a prefill pass while no row is decoding: enough to be compute-bound, in bounded memory
 PREFILL_TOKENS = 2048
 MAX_WAIT = 8  # a prompt that has waited for this many chunks of other prompts is read next
+MIN_SHARED_TOKENS = 64  # a shorter prefix is read again rather than with a pass of its own
 SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many at once: (n,V) stays small
 
 
@@ -246,12 +247,21 @@ class Row:
     request: Request | None = None  # None: the row is free
     last_used: float = 0.0  # time.perf_counter() at the start of the last pass that wrote to it
     waited: int = 0  # chunks of other prompts that were read while this one waited
+    # A pass over the prompt ends here, so that a snapshot of recurrent states is taken before; 0: no pass
+    pause: int = 0
 
     @property
     def unread(self) -> list[int]:
         """The request's tokens that are not in the cache: the rest of the prompt, or, while the row
         is decoding, the newest token."""
         return (self.request.prompt + self.request.new_tokens)[len(self.tokens) :]
+
+    @property
+    def readable(self) -> int:
+        """How many unread tokens a pass may read."""
+        left = self.pause - len(self.tokens)
+        unread = len(self.unread)
+        return left if 0 < left < unread else unread
 
     @property
     def is_decoding(self) -> bool:
@@ -272,8 +282,9 @@ class Plan:
     """What a step does. Rank 0 sends its plan to the other ranks, which do the same."""
 
     released: list[int] = field(default_factory=list)  # rows whose requests have ended
-    # (request, row, source, n): the request gets a row, which reuses n positions of the row source
-    admitted: list[tuple[Request, int, int, int]] = field(default_factory=list)
+    # (request, row, source, n, pause): the request gets a row, which reuses n positions of the row
+    # source; pause is that of the row
+    admitted: list[tuple[Request, int, int, int, int]] = field(default_factory=list)
     chunk: dict[int, int] = field(default_factory=dict)  # row -> prompt tokens to read, in one pass
     decoding: list[int] = field(default_factory=list)  # rows to decode
 
@@ -361,8 +372,8 @@ class Engine:
             for row in [self.rows[index] for index in plan.released]:
                 if row.request is not None:
                     self._finish(row.request, "cancelled", row)
-            for request, index, source, n in plan.admitted:
-                self._start(request, index, source, n)
+            for admitted in plan.admitted:
+                self._start(*admitted)
             self._run(plan)
 
             # Rank 0 returns the finished requests, and its next plan has the released rows.
@@ -387,10 +398,10 @@ class Engine:
         self.released = []
         while self.waiting and any(row.request is None for row in self.rows):
             request = self.waiting.popleft()
-            index, source, n = self._choose_row(request)
-            self._start(request, index, source, n)
+            chosen = self._choose_row(request)
+            self._start(request, *chosen)
             # The other ranks get no on_token and no grammar: these cannot be pickled.
-            plan.admitted.append((replace(request, on_token=None, grammar=None), index, source, n))
+            plan.admitted.append((replace(request, on_token=None, grammar=None), *chosen))
 
         active = [row for row in self.rows if row.request is not None]
         reading = [row for row in active if not row.is_decoding]
@@ -398,35 +409,42 @@ class Engine:
         plan.chunk = self._choose_chunk(reading, bool(plan.decoding))
         return plan
 
-    def _choose_row(self, request: Request) -> tuple[int, int, int]:
+    def _choose_row(self, request: Request) -> tuple[int, int, int, int]:
         """Choose a free row for a request. Returns its index, the index of the row that holds the
-        longest prefix of the prompt (source), and the length of this prefix."""
+        longest prefix of the prompt (source), the length of this prefix, and the row's `pause`."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all
         # tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
-        common = {}
-        for row in self.rows:
-            n = common_prefix_length(row.tokens, wanted)
-            common[row] = self.model.restorable(row.index, n)
+        shared = {row: common_prefix_length(row.tokens, wanted) for row in self.rows}
+        common = {row: self.model.restorable(row.index, n) for row, n in shared.items()}
 
         # Of equal prefixes, take one in a free row, which the request may then continue in place.
         # Of such rows take the least recently used: its other tokens will be overwritten.
         source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
         n = common[source]
+
+        # A recurrent state may lack a snapshot where this prompt and an earlier one part, as after a
+        # system prompt. Then one is taken there, because others may part at the same place.
+        pause = 0
+        parted = max(shared.values())
+        if parted - n >= MIN_SHARED_TOKENS:
+            pause = parted + DELTA_WINDOW
+
         if source.request is None and 2 * n >= len(source.tokens):
-            return source.index, source.index, n
+            return source.index, source.index, n, pause
 
         # Copy the prefix: source is busy, or would lose more tokens than are reused. (If source is
         # the oldest free row, it loses them nevertheless, and nothing is copied.)
         free = [row for row in self.rows if row.request is None]
         oldest = min(free, key=lambda row: row.last_used)
-        return oldest.index, source.index, n
+        return oldest.index, source.index, n, pause
 
-    def _start(self, request: Request, index: int, source: int, n: int):
+    def _start(self, request: Request, index: int, source: int, n: int, pause: int):
         """Give a row to a request, which reuses the first n positions of the row `source`."""
         self.model.reuse(source, index, n)
         row = self.rows[index]
         row.request = request
+        row.pause = pause
         # Cutting the list is all that reuse takes. The cache still holds older keys and values from
         # position n on, but a token attends only to positions up to its own, and by then all of
         # these hold tokens of this request.
@@ -445,14 +463,14 @@ class Engine:
             most = max(1, PREFILL_TOKENS // len(reading))
             if self.model.longest_pass is not None:
                 most = min(most, self.model.longest_pass)
-            return {row.index: min(most, len(row.unread)) for row in reading}
+            return {row.index: min(most, row.readable) for row in reading}
 
         # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.
         order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
         for row in order[1:]:
             row.waited += 1
         chunk_tokens = self.options.chunk_tokens or CHUNK_TOKENS
-        return {order[0].index: min(chunk_tokens, len(order[0].unread))}
+        return {order[0].index: min(chunk_tokens, order[0].readable)}
 
     def _run(self, plan: Plan):
         """Do the two passes of a step: prefill and decode."""
@@ -476,7 +494,9 @@ class Engine:
         for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
             row.tokens += part
             row.last_used = start
-            self.model.offer_snapshot(row.index, len(row.unread))
+            left = row.pause - len(row.tokens)
+            unread = len(row.unread)
+            self.model.offer_snapshot(row.index, left if 0 <= left < unread else unread)
             if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
                 if last.max().isfinite():
                     self._finish(row.request, "length", row)

@@ -179,7 +179,7 @@ class Transformer(nn.Module):
 
     def offer_snapshot(self, row: int, unread: int):
         """Say that a row has read a part of a prompt, with which later prompts may begin, too.
-        unread: how many tokens of the prompt are left."""
+        unread: how many tokens are left of the prompt, or of what it shares with others."""
         if self.snapshots is not None:
             self.snapshots.offer(row, unread)
 

@@ -268,11 +268,25 @@ def test_a_second_turn_reads_little_again(model, chunk_tokens):
 
 @pytest.mark.parametrize("always_chunk", [True, False])
 def test_a_long_prefix_is_reused(model, always_chunk):
-    """Two prompts that share their first 1,300 tokens: the second one goes on from one of the snapshots between."""
+    """Two prompts that share their first 1,300 tokens: the second one goes on from one of the snapshots between, and
+    the third one from where they part."""
     engine = Engine(model, 1, 1500, options=EngineOptions(always_chunk=always_chunk))
     prefix, one, other = random_prompts((1300, 100, 90), seed=5)
     answer(engine, prefix + one, 2)
-    assert answer(engine, prefix + other, 2).cached_tokens >= 1024
+    assert 1024 <= answer(engine, prefix + other, 2).cached_tokens < 1300
+    assert answer(engine, prefix + one[::-1], 2).cached_tokens >= 1300 - DELTA_WINDOW
+
+
+@pytest.mark.parametrize("chunk_tokens, rows", [(1, 1), (13, 3), (55, 2), (128, 2)])
+def test_a_system_prompt_is_read_twice(model, chunk_tokens, rows):
+    """The second conversation takes a snapshot where it parts from the first, and the third goes on from there."""
+    engine = Engine(model, rows, 400, options=EngineOptions(chunk_tokens=chunk_tokens, always_chunk=chunk_tokens < 128))
+    prefix, *questions = random_prompts((111, 67, 45, 83, 52), seed=6)
+    requests = [answer(engine, prefix + question, 9) for question in questions]
+    cached = [request.cached_tokens for request in requests]
+    assert cached[:2] == [0, 0] and all(111 - DELTA_WINDOW < n <= 111 for n in cached[2:])
+    for request in requests:
+        assert answer(Engine(model, 1, 400), request.prompt, 9).new_tokens == request.new_tokens
 
 
 @pytest.mark.parametrize("length", [130, 133, 258])

@@ -87,11 +87,11 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     rows_text = "1 row" if rows == 1 else f"{rows} rows"
     bandwidth = table[0]["bandwidth_bytes_per_s"] / 1e9
     lines = [f"{rows_text}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
-    lines.append("context   GFLOPs/token   weights MB/token   KV MB/token   bound tokens/s")
+    lines.append("context   GFLOPs/token   weights MB/token   state MB/token   bound tokens/s")
     for at in table:
         flops = f"{at['flops_per_token'] / 1e9:12,.3f}"
         weights = f"{at['weight_bytes_per_token'] / 1e6:16,.1f}"
-        kv = f"{(at['kv_bytes_per_token'] + at['state_bytes_per_token']) / 1e6:11,.1f}"
+        kv = f"{(at['kv_bytes_per_token'] + at['state_bytes_per_token']) / 1e6:14,.1f}"
         bound = f"{at['bound_tokens_per_s']:14,.1f}"
         lines.append(f"{at['context']:7}   {flops}   {weights}   {kv}   {bound}")
     return "\n".join(lines)
@@ -257,9 +257,12 @@ def print_report(result: dict, timing, args):
 
     args: the arguments of generate.py.
     """
-    is_cut = any(sample["finish_reason"] == "length" for sample in result["samples"])
-    if args.chat and not args.json and is_cut:
-        print_status(f"(cut at --max_new_tokens {args.max_new_tokens})", dim=True)
+    cut = [len(sample["token_ids"]) for sample in result["samples"] if sample["finish_reason"] == "length"]
+    if args.chat and not args.json and cut:
+        limit = "the end of the context"
+        if max(cut) >= args.max_new_tokens:
+            limit = f"--max_new_tokens {args.max_new_tokens}"
+        print_status(f"(cut at {limit})", dim=True)
     if args.report:
         print_status("\n" + full_report(result, timing))
     else:

@@ -33,6 +33,10 @@ TIMES = 9
 # ---------------------------------------------------------------- the delta rule by itself
 
 
+def unit_vectors(*sizes: int) -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.randn(sizes), dim=-1)
+
+
 def measure_share(args, model: Transformer) -> dict:
     """Seconds of the delta rule for one token, beside reading and writing the states.
 
@@ -44,8 +48,9 @@ def measure_share(args, model: Transformer) -> dict:
     model.setup_caches(rows, SHORT, snapshot_bytes=0)
     state = model.blocks[net.layers[0]].state
     numbers = torch.ones(2**25, dtype=torch.int64)  # more than the processor's caches hold
-    sizes = [(net.n_key_head, net.key_dim)] * 2 + [(net.n_value_head, net.value_dim)]
-    q, k, v = (torch.nn.functional.normalize(torch.randn(rows, 1, *size), dim=-1) for size in sizes)
+    q = unit_vectors(rows, 1, net.n_key_head, net.key_dim)
+    k = unit_vectors(rows, 1, net.n_key_head, net.key_dim)
+    v = unit_vectors(rows, 1, net.n_value_head, net.value_dim)
     log_decay = -torch.rand(rows, 1, net.n_value_head)
     beta = torch.rand(rows, 1, net.n_value_head)
     state.decays.fill_(1.0)

@@ -17,7 +17,8 @@ source's tensor. Two tensors are the same if difference <= tolerance * max(1, sc
 arrow: tensors above it are right, and those below may differ only because of it. q, k and v are
 projections; k_cache is k after norm and RoPE; attention.out.input is the output of the heads, after
 q's RoPE, mask, window, scale and groups; mlp.down.input is the output of the activation; output is
-that of the whole layer. A tensor that only one side has gets no verdict.
+that of the whole layer. A tensor that only one side has gets no verdict, nor have queries and keys
+that only RoPE's first dimensions rotate, because we store them in another order.
 
 Rounding counts as a difference: if the source is not bfloat16, convert the checkpoint with --dtype
 float32; another --dtype here needs a higher --tolerance. A sliding window matters only in a longer
@@ -52,6 +53,7 @@ LAYER = {  # under blocks.N and model.layers.N
     "attention.k_cache": "self_attn.keys",  # in the source's own cache
     "attention.out.input": "self_attn.o_proj.input",
     "attention.out": "self_attn.o_proj",
+    "delta_net.out": "linear_attn.out_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",  # the rows of mlp.gate_up
     "mlp.up": "mlp.up_proj",
@@ -91,13 +93,20 @@ def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict
     tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
 
     H, K, E = model.config.heads
+    gates = H * E if model.config.attention_gate else 0  # they follow the queries
     for i, block in enumerate(model.blocks):
-        q, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, K * E, K * E], dim=-1)
         gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
-        keys = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
-        parts = {"attention.q": q, "attention.k": k, "attention.v": v, "attention.k_cache": keys}
-        parts |= {"mlp.gate": gate, "mlp.up": up}
+        parts = {"mlp.gate": gate, "mlp.up": up}
+        if block.attention is not None:
+            q, _, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, gates, K * E, K * E], dim=-1)
+            keys = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
+            parts |= {"attention.q": q, "attention.k": k, "attention.v": v, "attention.k_cache": keys}
         tensors |= {f"blocks.{i}.{name}": part for name, part in parts.items()}
+
+    if model.config.rotary_dim not in (None, E):
+        # Our heads have the elements that are rotated in another order.
+        for name in [name for name in tensors if re.search(r"attention\.([qk]|[qk]_norm|k_cache)$", name)]:
+            del tensors[name]
     return tensors
 
 
@@ -125,10 +134,14 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
         raise UserError(f"token id {max(ids)} is outside the vocabulary of {path}")
 
     tensors = record(model.eval())
-    cache = transformers.DynamicCache()  # without a config it keeps all keys, also of sliding layers
+    # Without a config it keeps all keys, also of sliding layers, but it does not know recurrent layers.
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    is_hybrid = "linear_attention" in kinds
+    cache = transformers.DynamicCache(config=model.config if is_hybrid else None)
     tensors["logits"] = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
     for i, layer in enumerate(cache.layers):
-        tensors[f"model.layers.{i}.self_attn.keys"] = layer.keys
+        if hasattr(layer, "keys"):
+            tensors[f"model.layers.{i}.self_attn.keys"] = layer.keys
     return tensors
 
 

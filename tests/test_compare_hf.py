@@ -47,6 +47,14 @@ def test_same(tiny, capsys, name):
     assert len(lines) == 1 + 1 + per_layer * oracle.config.num_hidden_layers + 2 + 1
 
 
+def test_same_with_gated_delta_nets(tiny, capsys):
+    """Whose layers have other modules, and whose queries and keys are in another order."""
+    source, checkpoint = tiny("qwen35-grouped")[1:]
+    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
+    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
+    assert any("delta_net.out" in line for line in lines) and any("attention.out" in line for line in lines)
+
+
 @pytest.mark.slow
 def test_a_command_from_anywhere(python, tmp_path):
     command = [*python, str(ROOT / "tests/compare_hf.py"), "nowhere", "nothing"]

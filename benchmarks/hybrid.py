@@ -119,7 +119,8 @@ def measure_turn(args, model: Transformer) -> dict:
     """The prompt of the second turn has the first one without its last tokens, as templates do."""
     engine = Engine(model, 1, args.turn + 512)
     numbers = torch.randint(300, 4000, (args.turn + 64,), generator=torch.Generator().manual_seed(0)).tolist()
-    opening, question = numbers[:4], numbers[args.turn :]
+    opening = numbers[:4]  # what opens an answer
+    question = numbers[args.turn :]
     said = numbers[4 : args.turn - ANSWER]
     first = Request(said + opening, measure.GREEDY, ANSWER)
     generate(engine, [first])

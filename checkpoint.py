@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
-from config import Config, DeltaNet, RopeScaling
+from config import Config, DeltaNet, RopeScaling, ShortConv
 from formats import Quantization, matrices, swap
 from kernels import Installer
 from model import WHOLE_MODEL, Transformer
@@ -37,7 +37,7 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
 # The names of tensors that are float32 in a model of any dtype end so: those of recurrent.py.
-FLOAT32_TENSORS = (".conv.weight", ".decay.weight", ".decay.bias")
+FLOAT32_TENSORS = (".conv.weight", ".conv.bias", ".decay.weight", ".decay.bias")
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
 # ---------------------------------------------------------------- a model in files
@@ -261,6 +261,9 @@ def make_config(path: Path, **fields) -> Config:
         net = fields.get("delta_net")
         if net is not None and not isinstance(net, DeltaNet):
             fields["delta_net"] = DeltaNet(**with_tuples(dict(net)))
+        conv = fields.get("short_conv")
+        if conv is not None and not isinstance(conv, ShortConv):
+            fields["short_conv"] = ShortConv(**with_tuples(dict(conv)))
         return Config(**with_tuples(fields))
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None

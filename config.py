@@ -1,5 +1,5 @@
-"""The hyperparameters of a model: Config, and its parts RopeScaling and DeltaNet; the checks of
-their values.
+"""The hyperparameters of a model: Config, and its parts RopeScaling, DeltaNet and ShortConv; the
+checks of their values.
 
 Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E
 head width, D model width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a
@@ -92,6 +92,30 @@ class DeltaNet:
         """The width of queries, keys and values together, over which the convolution goes."""
         return 2 * self.keys_width + self.values_width
 
+    @property
+    def matrix_elements(self) -> int:
+        """The numbers in the matrices of all value heads."""
+        return self.n_value_head * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """The sizes of a model's short convolutions (recurrent.py), which are in the place of attention
+    in some of its layers."""
+
+    layers: tuple[int, ...]  # the layers that have one
+    conv_channels: int  # D, or a rank's part of it
+    conv_width: int = 3  # it sees this many positions, the token's own included
+    bias: bool = False  # on the convolution, and on the matrices before and after it
+
+    def __post_init__(self):
+        for name in ("conv_channels", "conv_width"):
+            check_positive_int(name, getattr(self, name))
+        if self.conv_width == 1:
+            raise ValueError("conv_width 1 is too small: the convolution would see no earlier token")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias must be true or false, not {self.bias!r}")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -117,6 +141,7 @@ class Config:
     qk_norm_whole: bool = False  # OLMo 2: qk_norm is over all query heads together, and over all key heads
     attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
     delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
+    short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution in the place of attention
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
@@ -153,8 +178,10 @@ class Config:
         if self.norm == "layer" and self.float32_norms:
             raise ValueError("float32_norms needs norm 'rms': LayerNorm's weights have the dtype of the model")
         layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
-        if self.delta_net is not None:
-            layers_with["delta_net.layers"] = self.delta_net.layers
+        if self.delta_net is not None and self.short_conv is not None:
+            raise ValueError("a model has delta_net or short_conv, not both")
+        if self.recurrent is not None:
+            layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
         for name, layers in layers_with.items():
             if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
@@ -194,14 +221,19 @@ class Config:
         """H, K, E: the numbers of query heads and of key/value heads, and their width."""
         return self.n_head, self.n_kv_head, self.head_dim
 
-    def has_delta_net(self, layer: int) -> bool:
-        """Whether a layer has a gated delta net in the place of attention."""
-        return self.delta_net is not None and layer in self.delta_net.layers
+    @property
+    def recurrent(self) -> DeltaNet | ShortConv | None:
+        """The sizes of the layers that have a recurrent state in the place of keys and values."""
+        return self.short_conv if self.delta_net is None else self.delta_net
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention, and so keys and values."""
+        return self.recurrent is None or layer not in self.recurrent.layers
 
     @property
     def attention_layers(self) -> int:
-        """The number of layers with attention, and so with keys and values."""
-        return self.n_layer - len(self.delta_net.layers if self.delta_net else ())
+        """The number of layers with attention."""
+        return self.n_layer - len(self.recurrent.layers if self.recurrent else ())
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer; None if it attends to all positions."""

@@ -143,7 +143,8 @@ class Transformer(nn.Module):
 
             # The number follows from the sizes of the whole model, so that all ranks have the same.
             kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
-            slots = snapshot_slots(self.config.delta_net, max_batch_size, kv_bytes, self.dtype, snapshot_bytes)
+            net = self.config.recurrent
+            slots = snapshot_slots(net, max_batch_size, T, kv_bytes, self.dtype, snapshot_bytes)
             self.snapshots = Snapshots(recurrent, slots, max_batch_size)
             self.longest_pass = SNAPSHOT_INTERVAL + DELTA_WINDOW
 
@@ -199,9 +200,12 @@ class Transformer(nn.Module):
     def recurrent_bytes(self) -> int:
         """Bytes of recurrent states that a decode step reads and writes for each row."""
         net = self.own_config.delta_net
-        if net is None:
-            return 0
-        return 2 * len(net.layers) * 4 * net.n_value_head * net.key_dim * net.value_dim
+        if net is not None:
+            return 2 * len(net.layers) * 4 * net.matrix_elements
+        conv = self.own_config.short_conv
+        if conv is not None:
+            return len(conv.layers) * conv.conv_width * conv.conv_channels * self.dtype.itemsize
+        return 0
 
     def forward(
         self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False
@@ -262,8 +266,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention (or a gated delta net in its place), then an MLP, each with a residual connection
-    and with norms before it, after it, or both."""
+    """Attention (or a gated delta net or a short convolution in its place), then an MLP, each with a
+    residual connection and with norms before it, after it, or both."""
 
     def __init__(self, config: Config, layer: int, rope_table: int, shard):
         super().__init__()
@@ -278,26 +282,36 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config) if norm_before else None
         self.attention = None
         self.delta_net = None
-        if config.has_delta_net(layer):
+        self.short_conv = None
+        if config.has_attention(layer):
+            self.attention = Attention(config, layer, shard)
+        elif config.delta_net is not None:
             from recurrent import GatedDeltaNet
 
             self.delta_net = GatedDeltaNet(config)
         else:
-            self.attention = Attention(config, layer, shard)
+            from recurrent import ShortConvolution
+
+            self.short_conv = ShortConvolution(config)
         self.attention_post_norm = make_norm(config) if norm_after else None
         self.mlp_norm = make_norm(config) if norm_before else None
         self.mlp = MLP(config)
         self.mlp_post_norm = make_norm(config) if norm_after else None
 
     @property
+    def recurrent(self) -> nn.Module | None:
+        """What stands in the place of attention, if anything does."""
+        return self.short_conv if self.delta_net is None else self.delta_net
+
+    @property
     def state(self) -> nn.Module:
-        """What the block remembers of each row: a KVCache, or a recurrent.DeltaState."""
-        return self.delta_net.state if self.attention is None else self.attention.cache
+        """What the block remembers of each row: a KVCache, or a recurrent.ConvState."""
+        return self.recurrent.state if self.attention is None else self.attention.cache
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None) -> Tensor:
         h = x if self.attention_norm is None else self.attention_norm(x)
         if self.attention is None:
-            y = self.delta_net(h, input_pos, rows)
+            y = self.recurrent(h, input_pos, rows)
         else:
             y = self.attention(h, rope, input_pos, rows)
         x = self.add(x, h, y, self.attention_post_norm)
@@ -434,14 +448,15 @@ def position_bytes(config: Config, dtype: torch.dtype) -> int:
 def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
     """The bytes that Transformer.setup_caches takes for a whole model."""
     kv_bytes = rows * (length + SCRATCH_SLOTS) * position_bytes(config, dtype)
-    net = config.delta_net
+    net = config.recurrent
     if net is None:
         return kv_bytes
 
-    import recurrent
+    from recurrent import make_state, snapshot_slots
 
-    slots = recurrent.snapshot_slots(net, rows, kv_bytes, dtype, snapshot_bytes)
-    each = rows * recurrent.row_bytes(net, dtype) + slots * recurrent.snapshot_bytes(net, dtype)
+    slots = snapshot_slots(net, rows, length + SCRATCH_SLOTS, kv_bytes, dtype, snapshot_bytes)
+    state = make_state(net)
+    each = state.nbytes(rows, length, dtype) + slots * state.snapshot_bytes(dtype)
     return kv_bytes + len(net.layers) * each
 
 

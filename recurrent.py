@@ -1,16 +1,17 @@
 """Layers that remember a row in a state of fixed size, in the place of keys and values.
 
-Read down: GatedDeltaNet, the layer (Qwen3.5); its convolution and its decay; DeltaState, what it
-remembers; Snapshots, the copies of states from which later prompts go on. docs/hybrid.md explains
-the delta rule. The rule itself is kernels.gated_delta. A model without such layers needs nothing of
-this file.
+Read down: the layers GatedDeltaNet (Qwen3.5) and ShortConvolution (LFM2); the convolution of both,
+and the decay; ConvState and DeltaState, what they remember; Snapshots, the copies of states from
+which later prompts go on. docs/hybrid.md explains the delta rule. The rule itself is
+kernels.gated_delta. A model without such layers needs nothing of this file.
 
 Shapes are explained in model.py. n key heads of width dk have the queries and keys, m value heads
 of width dv the values.
 
-Sources: gated delta nets (arXiv:2412.06464), Qwen3-Next and Qwen3.5.
+Sources: gated delta nets (arXiv:2412.06464), Qwen3-Next and Qwen3.5; LFM2 (arXiv:2511.23404).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,15 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, DeltaNet
-from kernels import DELTA_WINDOW, MAX_DECODE_TOKENS, gated_delta
+from config import Config, DeltaNet, ShortConv
+from kernels import DELTA_WINDOW, MAX_DECODE_TOKENS, check_pending, gated_delta
 from layers import Linear, RMSNorm, empty_parameter
 
 L2_EPS = 1e-6  # added to the squared length of queries and keys
 SNAPSHOT_INTERVAL = 512  # tokens between two snapshots of a long prompt
+NO_POSITION = 2**62  # after all positions
+SNAPSHOT_POSITIONS = 128  # no more snapshots than one for so many positions of the cache
 SNAPSHOTS_PER_ROW = 4  # the memory for snapshots is at least enough for this many
 
-# ---------------------------------------------------------------- the layer
+# ---------------------------------------------------------------- the layers
 
 
 class GatedDeltaNet(nn.Module):
@@ -69,15 +72,37 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
+class ShortConvolution(nn.Module):
+    """A short convolution with a gate before it and one behind it: like attention, but a token sees
+    only the latest few tokens."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        conv = config.short_conv
+        # Rows: the gate of the inputs, the gate of the outputs, the inputs
+        self.inputs = Linear(config.dim, 3 * conv.conv_channels, conv.bias)
+        self.conv = Convolution(conv.conv_channels, conv.conv_width, conv.bias)
+        self.out = Linear(conv.conv_channels, config.dim, conv.bias)
+        self.state = ConvState(conv)
+
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+        gate, out_gate, x = self.inputs(x).chunk(3, dim=2)  # (B,S,channels) each
+
+        self.state.move_base(input_pos, rows)
+        y = self.conv(gate * x, self.state, input_pos, rows)  # float32
+        return self.out((out_gate.float() * y).to(x.dtype))
+
+
 class Convolution(nn.Module):
     """A causal convolution over the latest tokens, for each channel by itself."""
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, bias: bool = False):
         super().__init__()
         self.weight = empty_parameter(channels, width)  # float32; the last column is for the token itself
+        self.bias = empty_parameter(channels) if bias else None  # float32
         self.width = width
 
-    def forward(self, x: Tensor, state: "DeltaState", input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, state: "ConvState", input_pos: Tensor, rows: Tensor | None) -> Tensor:
         """x (B,S,channels) to (B,S,channels) float32. Before the first position there are zeros."""
         S = x.shape[1]
         if S <= MAX_DECODE_TOKENS:  # several batch rows may have tokens of the same row: all are written first
@@ -87,7 +112,8 @@ class Convolution(nn.Module):
             state.write_tail(x, input_pos, rows)
 
         x = torch.cat([tail, x], dim=1).float()
-        return sum(x[:, i : i + S] * self.weight[:, i] for i in range(self.width))
+        y = sum(x[:, i : i + S] * self.weight[:, i] for i in range(self.width))
+        return y if self.bias is None else y + self.bias
 
 
 class Decay(nn.Module):
@@ -103,45 +129,71 @@ class Decay(nn.Module):
         return self.weight * F.softplus(x.float() + self.bias)
 
 
-# ---------------------------------------------------------------- what the layer remembers
+# ---------------------------------------------------------------- what the layers remember
 
 
-class DeltaState(nn.Module):
-    """The state of one gated delta net: R rows. It has the interface of model.KVCache.
+class ConvState(nn.Module):
+    """The state of one short convolution: R rows. It has the interface of model.KVCache.
 
-    matrix (R,m,dk,dv): each row's tokens before position base (R,). keys (R,W,n,dk), deltas
-    (R,W,m,dv) and decays (R,W,m): the updates of the W = DELTA_WINDOW tokens from there on, which
-    the next pass adds as far as their tokens were accepted (kernels.gated_delta). All are float32.
+    base (R,): a pass over a row may begin at this position, or at one of the next W = DELTA_WINDOW
+    positions. It is where the row's last pass began, or W tokens before its end if it was longer.
     tail (R,W+width,channels): the latest inputs of the convolution, each at its position modulo
     W + width - 1; padding writes to the last slot.
     """
 
-    def __init__(self, net: DeltaNet):
+    def __init__(self, net: DeltaNet | ShortConv):
         super().__init__()
         self.net = net
+
+    def shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and the dtype of each tensor, for one row. dtype: that of the convolution's inputs."""
+        net = self.net
+        return {"base": ((), torch.int64), "tail": ((DELTA_WINDOW + net.conv_width, net.conv_channels), dtype)}
+
+    def snapshot_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The same for the tensors of a snapshot: the tail before the base."""
+        return {"saved_tail": ((self.net.conv_width - 1, self.net.conv_channels), dtype)}
 
     def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
         """Make the states of R rows, of any number T of positions. zeros(shape, dtype=...) makes the
         tensors. dtype: that of the convolution's inputs."""
-        net = self.net
-        n = net.n_key_head
-        m = net.n_value_head
-        shapes = {
-            "matrix": (R, m, net.key_dim, net.value_dim),
-            "keys": (R, DELTA_WINDOW, n, net.key_dim),
-            "deltas": (R, DELTA_WINDOW, m, net.value_dim),
-            "decays": (R, DELTA_WINDOW, m),
-        }
-        for name, shape in shapes.items():
-            self.register_buffer(name, zeros(shape, dtype=torch.float32), persistent=False)
-        tail = zeros((R, DELTA_WINDOW + net.conv_width, net.conv_channels), dtype=dtype)
-        self.register_buffer("tail", tail, persistent=False)
-        self.register_buffer("base", zeros((R,), dtype=torch.int64), persistent=False)
+        for name, (shape, kind) in self.shapes(dtype).items():
+            self.register_buffer(name, zeros((R, *shape), dtype=kind), persistent=False)
 
-    @property
-    def tail_size(self) -> int:
-        """How many of a row's latest inputs of the convolution are kept."""
-        return self.tail.shape[1] - 1
+    def nbytes(self, R: int, T: int, dtype: torch.dtype) -> int:
+        """The bytes that `allocate` takes."""
+        return R * bytes_of(self.shapes(dtype))
+
+    def copy(self, source_row: int, target_row: int, n: int):
+        """Copy the state of one row to another."""
+        if source_row == target_row or n == 0:  # position 0 begins with zeros
+            return
+        for name in self.shapes(self.tail.dtype):
+            tensor = self.get_buffer(name)
+            tensor[target_row] = tensor[source_row]
+
+    def move_base(self, input_pos: Tensor, rows: Tensor | None):
+        """Set the base of the rows of a pass over positions (B,S) of rows (B,). (That of a DeltaState
+        is set by kernels.gated_delta.)
+
+        RuntimeError if a row cannot go on at its position, as in kernels.gated_delta. This is
+        checked on CPUs only: elsewhere it would wait for the device.
+        """
+        if rows is None:
+            rows = torch.arange(len(input_pos), device=input_pos.device)
+        is_real = input_pos >= 0
+        # Several batch rows may have tokens of one row.
+        first = torch.where(is_real, input_pos, NO_POSITION).amin(1)
+        starts = torch.full_like(self.base, NO_POSITION).scatter_reduce(0, rows, first, "amin")  # (R,)
+        counts = torch.zeros_like(self.base).scatter_add(0, rows, is_real.sum(1))
+        if self.base.device.type == "cpu" and not torch.compiler.is_compiling():
+            for row in rows.unique().tolist():
+                start = int(starts[row])
+                if 0 < start < NO_POSITION:
+                    check_pending(start - int(self.base[row]), row, start)
+
+        moved = starts + (counts - DELTA_WINDOW).clamp(min=0)
+        self.base.copy_(torch.where(counts > 0, moved, self.base))
 
     def write_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None):
         """Keep the inputs x (B,S,channels) of the convolution at positions (B,S) of rows (B,)."""
@@ -162,63 +214,91 @@ class DeltaState(nn.Module):
         found = self.tail[rows[:, None], positions % self.tail_size]
         return torch.where((positions >= 0)[..., None], found, 0)
 
-    def nbytes(self, R: int, T: int, dtype: torch.dtype) -> int:
-        """The bytes that `allocate` takes."""
-        return R * row_bytes(self.net, dtype)
-
-    def copy(self, source_row: int, target_row: int, n: int):
-        """Copy the state of one row to another."""
-        if source_row == target_row or n == 0:  # position 0 begins with zeros
-            return
-        for tensor in (self.matrix, self.base, self.keys, self.deltas, self.decays, self.tail):
-            tensor[target_row] = tensor[source_row]
+    @property
+    def tail_size(self) -> int:
+        """How many of a row's latest inputs of the convolution are kept."""
+        return self.tail.shape[1] - 1
 
     # ------------------------------------------------------------ snapshots
 
     def allocate_snapshots(self, slots: int):
-        """Make room for this many snapshots: a row's matrix, and the tail before its base."""
-        matrices = self.matrix.new_zeros(slots, *self.matrix.shape[1:])
-        tails = self.tail.new_zeros(slots, self.net.conv_width - 1, self.net.conv_channels)
-        self.register_buffer("saved_matrix", matrices, persistent=False)
-        self.register_buffer("saved_tail", tails, persistent=False)
+        """Make room for this many snapshots."""
+        for name, (shape, kind) in self.snapshot_shapes(self.tail.dtype).items():
+            self.register_buffer(name, self.tail.new_zeros(slots, *shape, dtype=kind), persistent=False)
+
+    def snapshot_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes of a snapshot."""
+        return bytes_of(self.snapshot_shapes(dtype))
 
     def save(self, row: int, slot: int):
         """Copy the state of a row at its base to a slot."""
-        self.saved_matrix[slot] = self.matrix[row]
         self.saved_tail[slot] = self.read_tail(self.base[row : row + 1], self.base.new_tensor([row]))[0]
 
     def restore(self, slot: int, row: int, position: int):
         """Give a row the state that was saved at this position."""
-        self.matrix[row] = self.saved_matrix[slot]
         self.base[row] = position
         positions = torch.arange(position - self.net.conv_width + 1, position, device=self.base.device)
         self.tail[row, positions % self.tail_size] = self.saved_tail[slot]
 
 
-def row_bytes(net: DeltaNet, dtype: torch.dtype) -> int:
-    """The bytes of a row's state in one layer."""
-    updates = net.keys_width + net.values_width + net.n_value_head
-    floats = net.n_value_head * net.key_dim * net.value_dim + DELTA_WINDOW * updates
-    tail = (DELTA_WINDOW + net.conv_width) * net.conv_channels
-    return 4 * floats + tail * dtype.itemsize + 8
+class DeltaState(ConvState):
+    """The state of one gated delta net: R rows.
+
+    matrix (R,m,dk,dv): each row's tokens before its base. keys (R,W,n,dk), deltas (R,W,m,dv) and
+    decays (R,W,m): the updates of the W = DELTA_WINDOW tokens from there on, which the next pass
+    adds as far as their tokens were accepted (kernels.gated_delta). All are float32.
+    """
+
+    def shapes(self, dtype):
+        net = self.net
+        floats = {
+            "matrix": (net.n_value_head, net.key_dim, net.value_dim),
+            "keys": (DELTA_WINDOW, net.n_key_head, net.key_dim),
+            "deltas": (DELTA_WINDOW, net.n_value_head, net.value_dim),
+            "decays": (DELTA_WINDOW, net.n_value_head),
+        }
+        return super().shapes(dtype) | {name: (shape, torch.float32) for name, shape in floats.items()}
+
+    def snapshot_shapes(self, dtype):
+        net = self.net
+        matrix = (net.n_value_head, net.key_dim, net.value_dim)
+        return super().snapshot_shapes(dtype) | {"saved_matrix": (matrix, torch.float32)}
+
+    def save(self, row: int, slot: int):
+        super().save(row, slot)
+        self.saved_matrix[slot] = self.matrix[row]
+
+    def restore(self, slot: int, row: int, position: int):
+        super().restore(slot, row, position)
+        self.matrix[row] = self.saved_matrix[slot]
 
 
-def snapshot_bytes(net: DeltaNet, dtype: torch.dtype) -> int:
-    """The bytes of a snapshot of one layer."""
-    tail = (net.conv_width - 1) * net.conv_channels
-    return 4 * net.n_value_head * net.key_dim * net.value_dim + tail * dtype.itemsize
+def bytes_of(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
-def snapshot_slots(net: DeltaNet, rows: int, kv_bytes: int, dtype: torch.dtype, limit: int | None) -> int:
-    """How many snapshots are kept.
+def make_state(net: DeltaNet | ShortConv) -> ConvState:
+    """The state, not yet allocated, of one of a model's recurrent layers."""
+    return DeltaState(net) if isinstance(net, DeltaNet) else ConvState(net)
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def snapshot_slots(
+    net: DeltaNet | ShortConv, rows: int, positions: int, kv_bytes: int, dtype: torch.dtype, limit: int | None
+) -> int:
+    """How many snapshots are kept of `rows` rows with this many positions each.
 
     limit: the bytes for them, in all layers. By default as many bytes as the keys and values of all
-    rows have, but at least enough for SNAPSHOTS_PER_ROW snapshots of each row.
+    rows have (kv_bytes), but at least SNAPSHOTS_PER_ROW snapshots for each row, and no more than one
+    for SNAPSHOT_POSITIONS positions: those of a short convolution are small.
     """
-    size = len(net.layers) * snapshot_bytes(net, dtype)
-    if limit is None:
-        limit = max(kv_bytes, SNAPSHOTS_PER_ROW * rows * size)
-    return limit // size
+    size = len(net.layers) * make_state(net).snapshot_bytes(dtype)
+    if limit is not None:
+        return limit // size
+    slots = min(kv_bytes // size, rows * positions // SNAPSHOT_POSITIONS)
+    return max(slots, SNAPSHOTS_PER_ROW * rows)
 
 
 @dataclass(eq=False)
@@ -244,7 +324,7 @@ class Snapshots:
     All ranks of a split model make the same decisions, because they get the same calls.
     """
 
-    def __init__(self, states: list[DeltaState], slots: int, rows: int):
+    def __init__(self, states: list[ConvState], slots: int, rows: int):
         self.states = states
         self.rows: list[list[Snapshot]] = [[] for _ in range(rows)]  # of each row
         self.free = list(range(slots))

@@ -48,7 +48,7 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
 
     bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
     There are two FLOPs for each weight of a matrix, four for each element of a query and each
-    position that it attends to, and seven for each element of a recurrent state.
+    position that it attends to, and seven for each element of a gated delta net's matrices.
     """
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
@@ -59,10 +59,12 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
     if model.output is not None:
         layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
     matrices = sum(layer.in_features * layer.out_features for layer in layers)
-    attending = [layer for layer in range(config.n_layer) if not config.has_delta_net(layer)]
+    attending = [layer for layer in range(config.n_layer) if config.has_attention(layer)]
     attended = sum(min(context, config.window(layer) or context) for layer in attending)
-    state = model.recurrent_bytes  # each element has 4 bytes, which are read and written
-    flops = 2 * matrices + 4 * config.n_head * config.head_dim * attended + 7 * state // 8
+    net = config.delta_net
+    updated = 0 if net is None else len(net.layers) * net.matrix_elements
+    state = model.recurrent_bytes
+    flops = 2 * matrices + 4 * config.n_head * config.head_dim * attended + 7 * updated
     weights = weight_bytes(model, rows)
     kv = model.kv_bytes([context] * rows)
     return {

@@ -39,8 +39,11 @@ from model import Transformer
 #                that are stored as one
 #   from heads   by inputs, which are the outputs of the heads: an all-reduce adds up the ranks'
 #                products, and only rank 0 has a bias that is not zero
-#   from hidden  the same, where the inputs are hidden units
+#   channels     by outputs: each rank has the rows of its channels of a short convolution, in each of
+#                the matrices that are stored as one
+#   from hidden  the same as "from heads", where the inputs are hidden units
 #   from values  the same, where the inputs are the value heads of a gated delta net
+#   from channels  the same, where the inputs are the channels of a short convolution
 #   a key of DELTA_PARTS  by outputs: each rank has the rows of its heads, in each of these parts
 #   vocab        by rows, padded with zeros if V is not a multiple of the number of ranks
 #   whole        every rank has the whole tensor
@@ -62,6 +65,9 @@ SPLIT = {
     "delta_net.decay": ("delta numbers", 1),
     "delta_net.norm": ("whole", 1),
     "delta_net.out": ("from values", 1),
+    "short_conv.inputs": ("channels", 3),
+    "short_conv.conv": ("channels", 1),
+    "short_conv.out": ("from channels", 1),
     "mlp.gate_up": ("hidden", 2),
     "mlp.gate_up.0": ("hidden", 1),
     "mlp.gate_up.1": ("hidden", 1),
@@ -208,9 +214,13 @@ class Shard:
             n = len(self.own(net.n_key_head))
             m = n * (net.n_value_head // net.n_key_head)
             net = dataclasses.replace(net, n_key_head=n, n_value_head=m)
+        conv = config.short_conv
+        if conv is not None:
+            conv = dataclasses.replace(conv, conv_channels=len(self.own(conv.conv_channels)))
         return dataclasses.replace(
             config,
             delta_net=net,
+            short_conv=conv,
             n_head=len(self.own(config.n_head)),
             n_kv_head=len(self._kv_heads(config)),
             hidden_dim=len(self._own_hidden(config.hidden_dim)),
@@ -254,6 +264,10 @@ class Shard:
             F = config.hidden_dim
             own = self._own_hidden(F)
             return Slice(tuple(range(i * F + own.start, i * F + own.stop) for i in range(count)))
+        if how == "channels":
+            D = config.dim
+            own = self.own(D)
+            return Slice(tuple(range(i * D + own.start, i * D + own.stop) for i in range(count)))
 
         # The columns are split.
         if kind == "bias":  # it is added once, by rank 0; the other ranks have zeros
@@ -262,6 +276,8 @@ class Shard:
         own = [self._own_queries(config)]
         if how == "from hidden":
             own = [self._own_hidden(config.hidden_dim)]
+        elif how == "from channels":
+            own = [self.own(config.dim)]
         elif how == "from values":
             own = [times(heads, config.delta_net.value_dim) for heads in self._value_heads(config.delta_net)]
         columns, count = columns_of(module, kind)
@@ -358,14 +374,19 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
     net = config.delta_net
     if net is not None and net.n_key_head % ranks:
         reasons.append(f"n_key_head {net.n_key_head} is not a multiple of {ranks}")
+    if config.short_conv is not None and config.dim % ranks:
+        reasons.append(f"dim {config.dim} is not a multiple of {ranks}")
 
     for i, block in enumerate(model.blocks):
-        if block.attention is None:
+        if block.attention is not None:
+            name = "attention.out"
+            columns = config.n_head * config.head_dim // ranks
+        elif net is not None:
             name = "delta_net.out"
             columns = net.n_key_head * net.value_dim // ranks
         else:
-            name = "attention.out"
-            columns = config.n_head * config.head_dim // ranks
+            name = "short_conv.out"
+            columns = config.dim // ranks
         out = block.get_submodule(name)
         size = block_columns(out)
         if ranks > 1 and columns % size:

@@ -74,8 +74,8 @@ class Drafts:
         draft = self.checkpoint
         if draft is None and "int4-self" in self.options.draft_kinds:
             draft = self.target
-        if draft is not None and draft.config.delta_net is not None:
-            what = "a model with gated delta nets cannot be the draft"
+        if draft is not None and draft.config.recurrent is not None:
+            what = "a model with recurrent states cannot be the draft"
             raise UserError(f"{draft.path}: {what}; --draft prompt-lookup works with it")
 
     def load(self, model: Transformer) -> list[Draft]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from config import Config, DeltaNet, check_positive, check_positive_int
+from config import Config, DeltaNet, ShortConv, check_positive, check_positive_int
 from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 
@@ -306,6 +306,54 @@ def qwen35_fields(fields: Fields) -> dict:
     return found | QWEN35 | {"delta_net": net if net.layers else None}
 
 
+def lfm2_fields(fields: Fields) -> dict:
+    found = shared_fields(fields)
+    n_layer = found["n_layer"]
+    found["norm_eps"] = float(fields.take("norm_eps", 1e-5))
+    found["hidden_dim"] = lfm2_hidden_dim(fields)
+    found["tied_embeddings"] = fields.take("tie_embedding", fields.take("tie_word_embeddings")) or False
+    check_copies(fields, hidden_size=("block_dim", "conv_dim", "conv_dim_out"))
+    check_copies(fields, num_attention_heads=("num_heads",), norm_eps=("block_norm_eps",))
+
+    kinds = fields.take("layer_types", None)
+    attending = fields.take("full_attn_idxs", None)
+    if kinds is None:
+        attending = range(n_layer) if attending is None else attending
+        kinds = ["full_attention" if i in attending else "conv" for i in range(n_layer)]
+    if len(kinds) != n_layer or set(kinds) - {"full_attention", "conv"}:
+        fields.refuse("layer_types", f"must be full_attention or conv for each of {n_layer} layers")
+    conv = ShortConv(
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "conv"),
+        conv_channels=found["dim"],
+        conv_width=fields.take("conv_L_cache", 3),
+        bias=fields.take("conv_bias", False),
+    )
+    return found | {"qk_norm": True, "short_conv": conv if conv.layers else None}
+
+
+def lfm2_hidden_dim(fields: Fields) -> int:
+    """LFM2's width of the MLP, which usually is a multiple of 256 near two thirds of the field."""
+    width = fields.take("block_ff_dim", fields.take("intermediate_size"))
+    multiple = fields.take("block_multiple_of", 256)
+    multiplier = fields.take("block_ffn_dim_multiplier", 1.0)
+    if not fields.take("block_auto_adjust_ff_dim", True):
+        return width
+    check_positive_int("intermediate_size", width)
+    check_positive_int("block_multiple_of", multiple)
+    check_positive("block_ffn_dim_multiplier", multiplier)
+    width = int(multiplier * int(2 * width / 3))
+    return -(-width // multiple) * multiple
+
+
+def check_copies(fields: Fields, **copies):
+    """Refuse fields that differ from the field of which they are copies. transformers ignores them."""
+    for name, others in copies.items():
+        for other in others:
+            value = fields.take(other, None)
+            if value is not None and value != fields.take(name, value):
+                fields.refuse(other, f"is not equal to {name} = {fields.take(name)!r}")
+
+
 QWEN35 = {"qk_norm": True, "attention_gate": True, "float32_norms": True}
 OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
@@ -529,6 +577,34 @@ QWEN35_GGUF_LAYOUT = Layout(
     folds={"attn_q": gated_queries} | dict.fromkeys(("attn_k", "attn_q_norm", "attn_k_norm"), rotated_keys),
 )
 
+LFM2_LAYOUT = Layout(
+    LLAMA_NAMES
+    | {
+        "norm": ["model.embedding_norm"],  # despite its name, it is behind the last layer
+        "attention_norm": ["operator_norm"],
+        "attention.out": ["self_attn.out_proj"],
+        "attention.q_norm": ["self_attn.q_layernorm"],
+        "attention.k_norm": ["self_attn.k_layernorm"],
+        "short_conv.inputs": ["conv.in_proj"],
+        "short_conv.conv": ["conv.conv"],
+        "short_conv.out": ["conv.out_proj"],
+        "mlp_norm": ["ffn_norm"],
+        "mlp.gate_up": ["feed_forward.w1", "feed_forward.w3"],
+        "mlp.down": ["feed_forward.w2"],
+    },
+    "model.layers.",
+)
+LFM2_GGUF_LAYOUT = Layout(
+    GGUF_NAMES
+    | {
+        "norm": ["token_embd_norm"],  # despite its name, it is behind the last layer
+        "short_conv.inputs": ["shortconv.in_proj"],
+        "short_conv.conv": ["shortconv.conv"],
+        "short_conv.out": ["shortconv.out_proj"],
+    },
+    "blk.",
+)
+
 # ---------------------------------------------------------------- the table
 
 RECORDS = [
@@ -588,6 +664,21 @@ RECORDS = [
         gguf_layout=QWEN35_GGUF_LAYOUT,
         partial_rotary=True,
         gguf_fields=lambda config: QWEN35,
+    ),
+    Family(
+        "lfm2",
+        ["Lfm2ForCausalLM"],
+        lfm2_fields,
+        defaults={
+            "intermediate_size": 12288,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128000,
+        },
+        layout=LFM2_LAYOUT,
+        gguf_architecture="lfm2",
+        gguf_layout=LFM2_GGUF_LAYOUT,
     ),
     Family(
         "smollm3",

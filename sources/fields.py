@@ -19,6 +19,7 @@ HARMLESS = """
     attention_softmax_in_fp32 attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bias_dropout_fusion bos_token_id cache_implementation chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
@@ -39,6 +40,7 @@ NEUTRAL = {
     "attention_bias": [None, False],
     "attention_multiplier": [None],
     "attn_logit_softcapping": [None],
+    "block_use_swiglu": [None, True],
     "clip_qkv": [None],
     "dual_chunk_attention_config": [None],
     "embedding_multiplier": [None, 1],
@@ -63,6 +65,7 @@ NEUTRAL = {
     "rotary_pct": [None, 1],
     "use_bidirectional_attention": [None, False],
     "use_mrope": [None, False],
+    "use_pos_enc": [None, True],
 }
 
 SHOWN = 150  # characters at either end of a long value in a message

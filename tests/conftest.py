@@ -72,6 +72,7 @@ OLMO2 = transformers.Olmo2Config
 OLMO3 = transformers.Olmo3Config
 MINISTRAL3 = transformers.Ministral3Config
 QWEN35 = transformers.Qwen3_5TextConfig
+LFM2 = transformers.Lfm2Config
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -169,6 +170,13 @@ TINY = {
                                          "linear_conv_kernel_dim": 3, "attention_bias": True,
                                          "layer_types": ["linear_attention", "full_attention", "linear_attention"],
                                          "rope_parameters": YARN_SET | {"partial_rotary_factor": 0.75}},
+    ),
+    # The widths of their MLPs are 64 and 58.
+    "lfm2-tied": (LFM2, 70, 5, 1, 86, 5, True, {"full_attn_idxs": [1, 4], "block_multiple_of": 8}),
+    "lfm2-biased": (
+        LFM2, 48, 6, 3, 58, 4, False, {"layer_types": ["full_attention", "conv", "conv", "full_attention"],
+                                       "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
+                                       "rope_parameters": YARN_SET},
     ),
     "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
     "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),

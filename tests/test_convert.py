@@ -32,7 +32,7 @@ from texts import strings
 import convert_hf_checkpoint
 from checkpoint import read_config, read_quantization
 from cli import UserError
-from config import RopeScaling
+from config import RopeScaling, ShortConv
 from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
 from formats import FORMATS, Quantization
@@ -104,6 +104,7 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "transformers5__Qwen3.5-9B": (
         16, 4, 256, 4096, 12288, 32, 248320, 32768, 1e4, False, False, None, None,
     ),
+    "transformers5__LFM2-1.2B": (32, 8, 64, 2048, 8192, 16, 65536, 128000, 1e6, True, False, None, None),
     "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
     "google__gemma-3-270m-it": (4, 1, 256, 640, 2048, 18, 262144, 32768, 1e6, True, False, 512, None),
     "google__gemma-3-4b-it": (8, 4, 256, 2560, 10240, 34, 262208, 131072, 1e6, True, False, 1024, 8.0),
@@ -133,10 +134,11 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     got += (c.rope_base, c.tied_embeddings, c.qkv_bias, c.sliding_window)
     assert (*got, c.rope_scaling and c.rope_scaling.factor) == REAL[name]
     assert capsys.readouterr().err == ""
-    assert c.qk_norm == any(family in name for family in ("Qwen3", "gemma-3", "OLMo", "Olmo"))
+    assert c.qk_norm == any(family in name for family in ("Qwen3", "gemma-3", "OLMo", "Olmo", "LFM2"))
     assert c.layers_without_rope == (tuple(range(3, 36, 4)) if "SmolLM3" in name else ())
     assert c.rotary_dim == (64 if "Qwen3.5" in name else 96 if "Phi-4-mini" in name else None)
     assert (c.delta_net is not None) == ("Qwen3.5" in name)
+    assert (c.short_conv is not None) == ("LFM2" in name)
     assert c.query_scale_beta == (0.1 if "Ministral" in name else None)
     periods = [period for family, period in FULL_ATTENTION.items() if family in name]
     for i in range(c.n_layer):
@@ -166,6 +168,73 @@ def test_what_real_configs_say_beyond_sizes(tmp_path):
     olmo = c["allenai__Olmo-3.1-32B-Instruct"]
     assert olmo.rope(0) == (5e5, None) and olmo.rope(3)[1].kind == "yarn" and olmo.norm_placement == "after"
     assert olmo.qk_norm_whole and c["allenai__OLMo-2-1124-7B-Instruct"].qk_norm_whole
+    lfm2 = c["transformers5__LFM2-1.2B"]
+    attending = [layer for layer in range(16) if lfm2.has_attention(layer)]
+    assert attending == [2, 5, 8, 10, 12, 14] and lfm2.attention_layers == 6 and lfm2.norm_eps == 1e-5
+    assert lfm2.short_conv == ShortConv(lfm2.short_conv.layers, 2048, 3, False)
+
+
+# The fields of LFM2's files, besides those that transformers 5 writes. Some of them have two names.
+OLD_LFM2 = {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "block_norm_eps": 1e-5}
+OLD_LFM2 |= {"block_mlp_init_scale": 1.0, "block_out_init_scale": 1.0, "block_use_swiglu": True, "use_pos_enc": True}
+OLD_LFM2 |= {"block_use_xavier_init": True, "conv_use_xavier_init": True, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+OLD_LFM2 |= {"layer_types": ..., "rope_parameters": ..., "rope_theta": 1e6, "tie_word_embeddings": ...}
+
+
+def lfm2_config(directory, **changes):
+    """The Config of LFM2-1.2B with these fields; ... leaves a field out."""
+    fields = json.loads((CONFIGS / "transformers5__LFM2-1.2B.json").read_text()) | changes
+    fields = {name: value for name, value in fields.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return hf_config(directory)
+
+
+def test_older_fields_of_lfm2(tmp_path, capsys):
+    plain = lfm2_config(tmp_path)
+    assert lfm2_config(tmp_path, **OLD_LFM2) == plain
+    assert lfm2_config(tmp_path, **OLD_LFM2, block_ff_dim=12288, intermediate_size=...) == plain
+    assert not lfm2_config(tmp_path, **OLD_LFM2, tie_embedding=False).tied_embeddings
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("layers", [{"layer_types": None}, {"layer_types": None, "full_attn_idxs": None}, {}])
+@pytest.mark.parametrize("multiplier", [1.0, 1.3])
+@pytest.mark.parametrize("adjusted", [True, False])
+def test_sizes_of_lfm2_are_those_of_transformers(tmp_path, layers, multiplier, adjusted):
+    changes = layers | {"block_ffn_dim_multiplier": multiplier, "block_auto_adjust_ff_dim": adjusted}
+    changes |= {"block_multiple_of": 8, "block_ff_dim": 80}
+    ours = lfm2_config(tmp_path, **changes)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    theirs = transformers.Lfm2Config(**fields)
+    theirs.vocab_size = 9
+    with torch.device("meta"):
+        layer = transformers.Lfm2ForCausalLM(theirs).model.layers[1]
+    assert ours.hidden_dim == layer.feed_forward.w1.out_features
+    assert ours.has_attention(1) == layer.is_attention_layer
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"conv_dim": 1024}, "conv_dim = 1024 is not equal to hidden_size = 2048"),
+        ({"num_heads": 16}, "num_heads = 16 is not equal to num_attention_heads = 32"),
+        ({"block_norm_eps": 1e-6}, "block_norm_eps = 1e-06 is not equal to norm_eps = 1e-05"),
+        ({"block_use_swiglu": False}, "block_use_swiglu = false changes"),
+        ({"use_pos_enc": False}, "use_pos_enc = false changes"),
+        ({"layer_types": ["conv"] * 15}, "must be full_attention or conv for each of 16"),
+        ({"layer_types": ["sliding_attention"] * 16}, "must be full_attention or conv for each of 16"),
+        ({"conv_L_cache": 1}, "conv_width 1 is too small"),
+        ({"conv_bias": "no"}, "bias must be true or false, not 'no'"),
+        ({"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier must be a positive number"),
+        ({"block_multiple_of": 0}, "block_multiple_of must be a positive integer"),
+        ({"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM .model_type lfm2_m"),
+        ({"model_type": "lfm2_moe", "architectures": None}, "model_type lfm2_moe"),
+    ],
+    ids=str,
+)
+def test_fields_of_lfm2_that_are_refused(tmp_path, fields, why):
+    with pytest.raises(UserError, match=why):
+        lfm2_config(tmp_path, **fields)
 
 
 @pytest.mark.parametrize(
@@ -1007,6 +1076,7 @@ TIED = {
     "qwen2-gqa": "bin",
     "qwen3-mqa-biased": "bins",
     "qwen35-grouped": "shards",
+    "lfm2-tied": "bin",
     "smollm3-tied": "old bin",
     "gemma3-tied": "bin",
     "phi3-partial": "safetensors",

@@ -232,10 +232,11 @@ def test_the_snapshot_that_is_worth_least_goes():
 
 def test_number_of_snapshots():
     size = 4 * 6 * 10 * 21 + 3 * (2 * 30 + 126) * 2
-    assert snapshot_slots(NARROW, 5, 0, torch.bfloat16, None) == 20
-    assert snapshot_slots(NARROW, 5, 77 * size, torch.bfloat16, None) == 77
-    assert snapshot_slots(NARROW, 5, 77 * size, torch.bfloat16, 3 * size - 1) == 2
-    assert snapshot_slots(NARROW, 5, 77 * size, torch.bfloat16, 0) == 0
+    assert snapshot_slots(NARROW, 5, 9000, 0, torch.bfloat16, None) == 20
+    assert snapshot_slots(NARROW, 5, 9000, 77 * size, torch.bfloat16, None) == 77
+    assert snapshot_slots(NARROW, 5, 1300, 77 * size, torch.bfloat16, None) == 50
+    assert snapshot_slots(NARROW, 5, 9000, 77 * size, torch.bfloat16, 3 * size - 1) == 2
+    assert snapshot_slots(NARROW, 5, 9000, 77 * size, torch.bfloat16, 0) == 0
 
 
 # ---------------------------------------------------------------- the engine

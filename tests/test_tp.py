@@ -21,7 +21,7 @@ from tp_worker import PROMPTS, outcome
 
 from checkpoint import empty_model, open_directory
 from cli import UserError
-from config import Config, DeltaNet, RopeScaling
+from config import Config, DeltaNet, RopeScaling, ShortConv
 from drafts.loading import Drafts
 from engine import SingleProcess
 from formats import Quantization, quantize_model
@@ -52,6 +52,8 @@ MINISTRAL3 = LLAMA | {"rope_scaling": RopeScaling("yarn", 4.0, 7), "query_scale_
 QWEN35 = LLAMA | {"attention_gate": True, "qk_norm": True, "float32_norms": True, "rotary_dim": 8}
 QWEN35_2 = QWEN35 | {"delta_net": DeltaNet((1,), n_key_head=4, n_value_head=12, key_dim=10, value_dim=16)}
 QWEN35_3 = QWEN35 | {"n_layer": 3, "delta_net": DeltaNet((0, 2), n_key_head=6, n_value_head=6, key_dim=9, value_dim=11)}
+LFM2_2 = QWEN3 | {"n_layer": 3, "short_conv": ShortConv((0, 2), 64, conv_width=4)}
+LFM2_3 = QWEN3 | {"short_conv": ShortConv((1,), 51, bias=True)}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
 BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 POST_NORM = BLOOM | {"post_norm_residual": True}
@@ -79,6 +81,8 @@ CASES = {
     "2 ministral3, K on both, int4": (2, MINISTRAL3, 4, 1, 16, 46, 64, True, ("int4", 32, "int8"), "auto", False),
     "2 qwen35, int4": (2, QWEN35_2, 4, 2, 16, 52, 64, True, ("int4", 32, "int8"), "auto", False),
     "3 qwen35, K split": (3, QWEN35_3, 6, 3, 12, 50, 63, False, None, "torch", False),
+    "2 lfm2, int4": (2, LFM2_2, 4, 2, 16, 64, 96, True, ("int4", 32, "int8"), "auto", False),
+    "3 lfm2, K copied, biased": (3, LFM2_3, 6, 2, 14, 51, 58, False, None, "torch", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 

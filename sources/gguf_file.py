@@ -17,7 +17,7 @@ import torch
 
 from checkpoint import make_config
 from cli import UserError, and_more, first_line, print_status, printable
-from config import Config, DeltaNet, RopeScaling
+from config import Config, DeltaNet, RopeScaling, ShortConv
 from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
@@ -36,7 +36,7 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count embedding_scale
     residual_scale logit_scale ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank
     ssm.group_count full_attention_interval attention.recurrent_layers rope.dimension_sections
-    nextn_predict_layers"""
+    nextn_predict_layers shortconv.l_cache"""
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 # Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -124,16 +124,20 @@ class GgufFile:
         """A hyperparameter: a field whose name begins with the architecture."""
         return self.value(f"{self.architecture}.{name}", *default)
 
-    def per_layer(self, name: str, *default):
-        """A hyperparameter that may be a list with a value for each layer, if all of them are equal."""
+    def per_layer(self, name: str, *default, without_zeros: bool = False):
+        """A hyperparameter that may be a list with a value for each layer, if all of them are equal.
+
+        without_zeros: some of them may be 0, too.
+        """
         value = self.hyper(name, *default)
         if not isinstance(value, list):
             return value
         if len(value) != self.hyper("block_count"):
             self.refuse(name, f"does not have a value for each of {self.hyper('block_count')} layers")
-        if any(other != value[0] for other in value):
+        found = [one for one in value if one != 0 or not without_zeros] or value
+        if any(other != found[0] for other in found):
             self.refuse(name, "differs by layer, which is not supported")
-        return value[0]
+        return found[0]
 
     def nonzero(self, name: str, default):
         """A hyperparameter for which 0 means that it is absent, as in llama.cpp."""
@@ -192,7 +196,7 @@ class GgufFile:
             self.path,
             n_layer=self.n_layer,
             n_head=n_head,
-            n_kv_head=self.per_layer("attention.head_count_kv", n_head),
+            n_kv_head=self.n_kv_head(n_head),
             head_dim=head_dim,
             dim=dim,
             hidden_dim=self.per_layer("feed_forward_length"),
@@ -210,6 +214,7 @@ class GgufFile:
             mlp_bias="ffn_down.bias" in kinds,
             qk_norm="attn_q_norm.weight" in kinds,
             delta_net=self.delta_net(),
+            short_conv=self.short_conv(dim),
             sliding_window=self.nonzero("attention.sliding_window", None),
             sliding_layers=self.sliding_layers(),
             sliding_rope_base=self.nonzero("rope.freq_base_swa", None),
@@ -257,6 +262,21 @@ class GgufFile:
             value_dim=inner_size // n_value_head,
             conv_width=self.hyper("ssm.conv_kernel"),
         )
+
+    def short_conv(self, dim: int) -> ShortConv | None:
+        """The sizes of the short convolutions, which are in the layers without key and value heads."""
+        width = self.hyper("shortconv.l_cache", None)
+        heads = self.hyper("attention.head_count_kv", None)
+        if width is None or not isinstance(heads, list):
+            return None
+        layers = tuple(i for i in range(self.n_layer) if heads[i] == 0)
+        return ShortConv(layers, dim, width) if layers else None
+
+    def n_kv_head(self, n_head: int) -> int:
+        """The number of key and value heads in each layer with attention."""
+        has_short_conv = self.hyper("shortconv.l_cache", None) is not None
+        found = self.per_layer("attention.head_count_kv", n_head, without_zeros=has_short_conv)
+        return n_head if has_short_conv and found == 0 else found  # no layer has attention
 
     def sliding_layers(self) -> tuple[int, ...] | None:
         """The layers with a sliding window; None if the file does not say which.

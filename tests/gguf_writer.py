@@ -49,6 +49,20 @@ OTHER_NAMES["qwen3_5_text"] = {
     "linear_attn.out_proj": "ssm_out",
     "linear_attn": "ssm",
 }
+OTHER_NAMES["lfm2"] = {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+}
 OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
 ARCHITECTURES["qwen3_5_text"] = "qwen35"
@@ -100,6 +114,14 @@ def family_fields(config):
             "full_attention_interval": 4,
             "rope.dimension_sections": [11, 11, 10, 0],
         }
+    if config.model_type == "lfm2":
+        heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+        fields |= {
+            "shortconv.l_cache": config.conv_L_cache,
+            "vocab_size": config.vocab_size,
+            "attention.head_count_kv": heads,
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+        }
     if sliding is not None:
         fields["attention.sliding_window"] = config.sliding_window
         fields["rope.freq_base_swa"] = sliding["rope_theta"]
@@ -141,7 +163,10 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     config = model.config
     family = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(path), family, split_max_tensors=per_file)
-    for name, value in (config_fields(config) | family_fields(config)).items():
+    fields = config_fields(config) | family_fields(config)
+    if config.model_type == "lfm2":
+        fields["feed_forward_length"] = model.model.layers[0].feed_forward.w1.out_features
+    for name, value in fields.items():
         add_field(writer, f"{family}.{name}", value)
     for name, value in (tokenizer_fields | (extra or {})).items():
         add_field(writer, name, value)
@@ -150,7 +175,7 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     for name, array in state.items():
         if array is None:
             continue
-        is_matrix = array.ndim == 2 and "conv1d" not in name
+        is_matrix = array.ndim == 2 and "conv1d" not in name and "shortconv.conv" not in name
         kind = quantize(name) if quantize and is_matrix else None
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array))
@@ -166,7 +191,7 @@ def config_fields(config):
     """The fields that all families have."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    fields = {name: getattr(config, theirs) for theirs, name in FIELDS.items()}
+    fields = {name: getattr(config, theirs) for theirs, name in FIELDS.items() if hasattr(config, theirs)}
     return fields | {
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
@@ -191,6 +216,8 @@ def model_tensors(model, family):
             array = array + 1
         if family == "qwen35":
             array = qwen35_array(config, stem, kind, array)
+        if family == "lfm2" and stem.endswith("conv.conv"):
+            array = array.squeeze(1)
         if family in PAIRED and last in heads:
             array = pair_rows(array, heads[last])
         if stem.startswith("model.layers."):

@@ -18,6 +18,7 @@ from cases import STRANGE_VALUES
 from conftest import (
     GEMMA3,
     GRANITE,
+    LFM2,
     MINISTRAL3,
     OLMO2,
     OLMO3,
@@ -107,6 +108,13 @@ def random_member(family: str, seed: int, wide: bool = False):
         rope = rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 2e4}])
         sizes["head_dim"] = E
         return QWEN35(**sizes, **delta_net(rng, layers, wide), rope_parameters=rope | {"partial_rotary_factor": 0.25})
+    if family == "lfm2":
+        kinds = [rng.choice(["full_attention", "conv"]) for _ in range(layers - 2)] + ["full_attention", "conv"]
+        more = rng.choice([{"block_auto_adjust_ff_dim": False}, {"block_multiple_of": 32 if wide else 7}])
+        more |= {"block_ffn_dim_multiplier": rng.choice([1.0, 1.3]), "conv_L_cache": rng.randint(2, 6)}
+        # A GGUF file cannot say that yarn does not truncate.
+        rope = rng.choice([YARN_SET | {"truncate": True}, {"rope_type": "default", "rope_theta": 1e6}])
+        return LFM2(**sizes, **more, layer_types=rng.sample(kinds, layers), rope_parameters=rope)
     if family != "olmo3":
         raise ValueError(f"no random members of the family {family}")
     rope = by_kind(**rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
@@ -126,7 +134,7 @@ def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
     return fields | {"layer_types": rng.sample(kinds, layers)}
 
 
-FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3", "qwen35")
+FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3", "qwen35", "lfm2")
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +194,8 @@ def engine_of(how: str, source) -> Engine:
 HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
 PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i % 5], HOW[(i + 2) % 5])]
 PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
-PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft")]
+PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft"), ("lfm2", "lookup"), ("lfm2", "beside others")]
+PAIRS.remove(("lfm2", "self draft"))  # recurrent states cannot be taken back by several passes
 PAIRS += [pytest.param(family, "compiled", marks=pytest.mark.full) for family in FAMILIES]
 
 
@@ -202,7 +211,7 @@ def test_a_family_in_combination(member, family, how):
 
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
-FORMATS["qwen35"] = "int4"
+FORMATS |= {"qwen35": "int4", "lfm2": "int4"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

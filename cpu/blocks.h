@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <array>
 #include <optional>
 
 #include "attention.h"
@@ -58,12 +59,17 @@ constexpr float L2_EPS = 1e-6f;  // that of recurrent.py
 
 inline f32x16 sigmoid(f32x16 x) { return floats(1.0f) / (floats(1.0f) + fast_exp(floats(0.0f) - x)); }
 
+// A causal convolution over the latest tokens, for each channel by itself.
+struct Convolution {
+  int64_t channels = 0, width = 0;
+  const float *weight, *bias;  // (width,channels), (channels,) or null
+  int64_t tail_size() const { return DELTA_WINDOW + width - 1; }
+};
+
 // The sizes and the vectors of a gated delta net: m value heads of width dv, n key heads of width dk.
 struct DeltaNet {
-  int64_t n = 0, m = 0, dk = 0, dv = 0, conv_width = 0;
-  const float *conv, *decay_weight, *decay_bias, *norm;  // (conv_width,channels), (m,), (m,), (dv,)
-  int64_t channels() const { return 2 * n * dk + m * dv; }
-  int64_t tail_size() const { return DELTA_WINDOW + conv_width - 1; }
+  int64_t n = 0, m = 0, dk = 0, dv = 0;
+  const float *decay_weight, *decay_bias, *norm;  // (m,), (m,), (dv,)
 };
 
 // The part of a block that is the same in all calls. prepare_block checks it once.
@@ -73,8 +79,10 @@ struct PreparedBlock {
   at::ScalarType dtype;
   int64_t H, K, E, D, F, window;
   int64_t gates;  // query heads that have a gate for their outputs: H or 0
-  DeltaNet net;   // net.m is 0 if the block has attention
-  Layer qkv, out, up, down;  // qkv: with the gates behind the queries; or the inputs of the gated delta net
+  Convolution conv;  // conv.channels is 0 if the block has attention
+  DeltaNet net;      // net.m is 0 if the block has no gated delta net: then a convolution means a short convolution
+  // qkv: with the gates behind the queries; or the inputs of the gated delta net or the short convolution
+  Layer qkv, out, up, down;
   // Null where the model has none.
   const float *attention_norm[2], *mlp_norm[2];  // weight and bias; RMSNorm has no bias
   const float *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
@@ -95,8 +103,9 @@ struct Block {
   const float *cos, *sin;  // (M,E), or null
   const float* query_scales;  // for each slot, the factor of a query at this position; or null
   T *k, *v;  // the caches of `attention`, for writing
-  Delta delta;  // allocate() fills in its inputs and outputs
-  T* tail;      // (R,tail_size+1,channels) of the gated delta net
+  Delta delta;    // allocate() fills in its inputs and outputs
+  int64_t* base;  // (R,) of the gated delta net or the short convolution
+  T* tail;        // (R,tail_size+1,channels), of the same
   const std::vector<DeltaRun>* runs;
   const T* x;  // (M,D)
   T* result;  // (M,D), may be x
@@ -108,7 +117,9 @@ struct Block {
   Input to_qkv, to_out, to_up, to_down;
   std::vector<Workspace> workspaces;
   float* states;  // of attention's chunks: see SplitPlan
-  float *mixed, *decay, *beta;   // (M,channels), (M,m), (M,m): of the gated delta net
+  T* conv_inputs;  // of the convolution, for each token; those of two tokens are conv_stride apart
+  int64_t conv_stride;
+  float *mixed, *decay, *beta;  // (M,channels), (M,m), (M,m): of the gated delta net
   std::vector<float*> scratch;  // of each thread
 
   void allocate(Arena& arena) {
@@ -121,6 +132,10 @@ struct Block {
     to_qkv = allocate_input(arena, p.qkv, normed, M), to_out = allocate_input(arena, p.out, attended, M);
     to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
     if (p.net.m) return allocate_delta(arena);
+    if (p.conv.channels) {
+      conv_inputs = arena.allocate<T>(M * p.conv.channels), conv_stride = p.conv.channels;
+      return;
+    }
     workspaces = Workspace::allocate(arena, attention);
     states = plan->allocate(arena, attention);
     attention.q = qkv, attention.q_stride = p.qkv.N, attention.out = attended;
@@ -128,10 +143,12 @@ struct Block {
 
   void allocate_delta(Arena& arena) {
     const DeltaNet& net = prepared.net;
-    mixed = arena.allocate<float>(M * net.channels());
+    const int64_t channels = prepared.conv.channels;
+    conv_inputs = qkv, conv_stride = prepared.qkv.N;
+    mixed = arena.allocate<float>(M * channels);
     decay = arena.allocate<float>(M * net.m), beta = arena.allocate<float>(M * net.m);
     delta.q = mixed, delta.k = mixed + net.n * net.dk, delta.v = mixed + 2 * net.n * net.dk;
-    delta.k_stride = delta.v_stride = net.channels();
+    delta.k_stride = delta.v_stride = channels;
     delta.decay = decay, delta.beta = beta, delta.out = arena.allocate<float>(M * net.m * net.dv);
     scratch.resize(omp_get_max_threads());
     for (float*& one : scratch) one = arena.allocate<float>(delta_scratch(delta));
@@ -236,18 +253,18 @@ struct Block {
     team.barrier();
   }
 
-  // ---------------------------------------------------------------- the gated delta net, as in recurrent.py
+  // ---------------------------------------------------------------- the convolution, as in recurrent.py
 
   // Keeps the inputs of the convolution.
   void write_tail(const Team& team) const {
-    const DeltaNet& net = prepared.net;
+    const Convolution& conv = prepared.conv;
     team.split(runs->size(), 1, [&](int64_t i, int64_t end) {
       for (; i < end; i++) {
         const DeltaRun& run = (*runs)[i];
         const int64_t count = run.tokens.size();
-        for (int64_t t = std::max<int64_t>(0, count - net.tail_size()); t < count; t++) {
-          const T* from = qkv + run.tokens[t] * prepared.qkv.N;
-          std::copy(from, from + net.channels(), tail_of(run.row, run.start + t));
+        for (int64_t t = std::max<int64_t>(0, count - conv.tail_size()); t < count; t++) {
+          const T* from = conv_inputs + run.tokens[t] * conv_stride;
+          std::copy(from, from + conv.channels, tail_of(run.row, run.start + t));
         }
       }
     });
@@ -255,9 +272,78 @@ struct Block {
   }
 
   T* tail_of(int64_t row, int64_t position) const {
-    const DeltaNet& net = prepared.net;
-    return tail + (row * (net.tail_size() + 1) + position % net.tail_size()) * net.channels();
+    const Convolution& conv = prepared.conv;
+    return tail + (row * (conv.tail_size() + 1) + position % conv.tail_size()) * conv.channels;
   }
+
+  // The inputs of the convolution of a token and of those before it, null before the first position.
+  using ConvWindow = std::array<const T*, MAX_CONV_WIDTH>;
+  ConvWindow window_of(int64_t m) const {
+    const int64_t s = m % attention.S, row = attention.rows ? attention.rows[m / attention.S] : m / attention.S;
+    ConvWindow inputs;
+    for (int64_t back = 0; back < prepared.conv.width; back++) {
+      const int64_t position = attention.positions[m] - back;
+      const T*& from = inputs[prepared.conv.width - 1 - back];
+      if (position < 0) from = nullptr;
+      else from = s >= back ? conv_inputs + (m - back) * conv_stride : tail_of(row, position);
+    }
+    return inputs;
+  }
+
+  // The result of the convolution in the first up to `count` of LANES channels.
+  f32x16 convolve(const ConvWindow& inputs, int64_t channel, int64_t count) const {
+    const Convolution& conv = prepared.conv;
+    f32x16 y = conv.bias ? load(conv.bias + channel, count) : floats(0.0f);
+    for (int64_t j = 0; j < conv.width; j++) {
+      const float* weight = conv.weight + j * conv.channels + channel;
+      if (inputs[j]) y = fma(load(inputs[j] + channel, count), load(weight, count), y);
+    }
+    return y;
+  }
+
+  // Runs `mix`, which reads the tail, and keeps the inputs of the pass. A pass of few tokens may have several batch
+  // rows with tokens of one row, so all are written before any is read. A longer pass may have more tokens than the
+  // tail can hold.
+  template <class Mix>
+  void with_tail(const Team& team, const Mix& mix) const {
+    const bool is_short = attention.S <= DELTA_WINDOW;
+    if (is_short) write_tail(team);
+    mix();
+    if (!is_short) write_tail(team);
+  }
+
+  // ---------------------------------------------------------------- the short convolution, as in recurrent.py
+
+  // Calls work(m, channel, count) for all tokens and their channels, up to LANES of them at a time.
+  template <class Work>
+  void for_channels(const Team& team, const Work& work) const {
+    const int64_t D = prepared.conv.channels, pieces = (D + LANES - 1) / LANES;
+    team.split(M * pieces, 1, [&](int64_t at, int64_t end) {
+      for (; at < end; at++) work(at / pieces, at % pieces * LANES, D - at % pieces * LANES);
+    });
+    team.barrier();
+  }
+
+  void run_short_conv(const Team& team) const {
+    const int64_t D = prepared.conv.channels;
+    // qkv has a gate of the inputs, a gate of the outputs, and the inputs.
+    for_channels(team, [&](int64_t m, int64_t channel, int64_t count) {
+      const T* gate = qkv + m * prepared.qkv.N + channel;
+      store(conv_inputs + m * D + channel, load(gate, count) * load(gate + 2 * D, count), count);
+    });
+    with_tail(team, [&] {
+      for_channels(team, [&](int64_t m, int64_t channel, int64_t count) {
+        f32x16 y = floats(0.0f);  // of padding
+        if (attention.positions[m] >= 0) y = convolve(window_of(m), channel, count);
+        store(attended + m * D + channel, load(qkv + m * prepared.qkv.N + D + channel, count) * y, count);
+      });
+    });
+    team.split(runs->size(), 1, [&](int64_t i, int64_t end) {
+      for (; i < end; i++) base[(*runs)[i].row] = (*runs)[i].start + (*runs)[i].committed();
+    });
+  }
+
+  // ---------------------------------------------------------------- the gated delta net, as in recurrent.py
 
   // mixed = q, k and v of all tokens: the convolution, SiLU, and the lengths of q and k. Also their decay and beta.
   void mix(const Team& team) const {
@@ -273,7 +359,7 @@ struct Block {
     });
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {
-        const T* from = qkv + m * prepared.qkv.N + net.channels() + net.m * net.dv;
+        const T* from = qkv + m * prepared.qkv.N + prepared.conv.channels + net.m * net.dv;
         for (int64_t h = 0; h < net.m; h++) {
           const float step = float(from[net.m + h]) + net.decay_bias[h];
           const float softplus = step > 20 ? step : std::log1p(std::exp(step));  // as in torch
@@ -287,22 +373,11 @@ struct Block {
 
   // Channels first..first + width of token m. If length is not 0, they get this length.
   void mix_head(int64_t m, int64_t first, int64_t width, float length) const {
-    const DeltaNet& net = prepared.net;
-    const int64_t s = m % attention.S, row = attention.rows ? attention.rows[m / attention.S] : m / attention.S;
-    const T* inputs[MAX_CONV_WIDTH];  // of the token and those before it, null before the first position
-    for (int64_t back = 0; back < net.conv_width; back++) {
-      const int64_t position = attention.positions[m] - back;
-      const T* from = position < 0 ? nullptr : s >= back ? qkv + (m - back) * prepared.qkv.N : tail_of(row, position);
-      inputs[net.conv_width - 1 - back] = from;
-    }
-
-    float* out = mixed + m * net.channels() + first;
+    const ConvWindow inputs = window_of(m);
+    float* out = mixed + m * prepared.conv.channels + first;
     f32x16 squares = floats(0.0f);
     for (int64_t i = 0; i < width; i += LANES) {
-      f32x16 y = floats(0.0f);
-      for (int64_t j = 0; j < net.conv_width; j++)
-        if (inputs[j])
-          y = fma(load(inputs[j] + first + i, width - i), load(net.conv + j * net.channels() + first + i, width - i), y);
+      f32x16 y = convolve(inputs, first + i, width - i);
       y = y * sigmoid(y);
       squares = fma(y, y, squares);
       store(out + i, y, width - i);
@@ -324,7 +399,7 @@ struct Block {
           std::fill(to, to + net.dv, T(0.0f));
           continue;
         }
-        const T* gate = qkv + m * prepared.qkv.N + net.channels() + head * net.dv;
+        const T* gate = qkv + m * prepared.qkv.N + prepared.conv.channels + head * net.dv;
         rms_norm_row(y, net.norm, y, net.dv, prepared.eps);
         for (int64_t i = 0; i < net.dv; i += LANES) {
           const f32x16 g = load(gate + i, net.dv - i);
@@ -336,12 +411,7 @@ struct Block {
   }
 
   void run_delta_net(const Team& team) const {
-    // A pass of few tokens may have several batch rows with tokens of one row, so all are written before any is read. A
-    // longer pass may have more tokens than the tail can hold.
-    const bool is_short = attention.S <= DELTA_WINDOW;
-    if (is_short) write_tail(team);
-    mix(team);
-    if (!is_short) write_tail(team);
+    with_tail(team, [&] { mix(team); });
     run_delta(team, delta, *runs, scratch[team.thread]), team.barrier();
     apply_delta_gates(team);
   }
@@ -373,6 +443,8 @@ struct Block {
     matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv), team.barrier();
     if (p.net.m) {
       run_delta_net(team);
+    } else if (p.conv.channels) {
+      run_short_conv(team);
     } else {
       rotate_and_cache(team);
       run_attention(team, attention, *plan, workspaces[team.thread], states);

@@ -49,6 +49,19 @@ inline std::vector<DeltaRun> delta_runs(const int64_t* positions, const int64_t*
   return runs;
 }
 
+// How many of a row's latest tokens are pending when a run begins: `base` is the position of the first one.
+inline int64_t pending_tokens(const DeltaRun& run, const int64_t* base) {
+  return run.start ? run.start - base[run.row] : 0;
+}
+
+inline void check_pending(const std::vector<DeltaRun>& runs, const int64_t* base) {
+  for (const DeltaRun& run : runs) {
+    const int64_t count = pending_tokens(run, base);
+    TORCH_CHECK(count >= 0 && count <= DELTA_WINDOW, "row ", run.row, " cannot go on at position ", run.start,
+                ": its state is that of ", run.start - count);
+  }
+}
+
 // The state of one layer, and the inputs and outputs of one pass.
 struct Delta {
   int64_t n, m, dk, dv;  // key heads, value heads, and their widths
@@ -58,17 +71,6 @@ struct Delta {
   int64_t k_stride, v_stride;  // floats between two tokens of q and k, and of v
   const float *decay, *beta;  // (B*S,m)
   float* out;                 // (B*S,m,dv)
-
-  // How many pending updates a run adds first.
-  int64_t pending(const DeltaRun& run) const { return run.start ? run.start - base[run.row] : 0; }
-
-  void check(const std::vector<DeltaRun>& runs) const {
-    for (const DeltaRun& run : runs) {
-      const int64_t count = pending(run);
-      TORCH_CHECK(count >= 0 && count <= DELTA_WINDOW, "row ", run.row, " cannot go on at position ", run.start,
-                  ": its state is that of ", run.start - count);
-    }
-  }
 };
 
 // An update of a matrix; none if the key is null.
@@ -116,8 +118,8 @@ inline int64_t delta_scratch(const Delta& d) { return (d.dk + 1) * STRIP * LANES
 template <int V>
 void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin, int64_t last, float* scratch) {
   constexpr int64_t WIDTH = V * LANES;
-  const int64_t dk = d.dk, dv = d.dv, key_head = head % d.n, committed = run.committed(), pending = d.pending(run);
-  const int64_t count = run.tokens.size();
+  const int64_t dk = d.dk, dv = d.dv, key_head = head % d.n, committed = run.committed();
+  const int64_t count = run.tokens.size(), pending = pending_tokens(run, d.base);
   float* matrix = d.matrix + (run.row * d.m + head) * dk * dv + begin;
   float *strip = scratch, *own_delta = scratch + dk * WIDTH;
   f32x16 predicted[V], read[V];

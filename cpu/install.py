@@ -64,12 +64,14 @@ MORE_FUSED_FIELDS = (
     "query_scale_beta",
     "attention_gate",
     "delta_net",
+    "short_conv",
 )
 
-# The tensors of a recurrent.DeltaState, in the order in which `blocks` takes them.
-STATE_TENSORS = ("matrix", "base", "keys", "deltas", "decays", "tail")
+# The tensors of a recurrent.ConvState (the first two) or DeltaState, in the order in which `blocks`
+# takes them.
+STATE_TENSORS = ("base", "tail", "matrix", "keys", "deltas", "decays")
 
-MAX_CONV_WIDTH = 16  # the widest convolution of a gated delta net that `blocks` computes
+MAX_CONV_WIDTH = 16  # the widest convolution that `blocks` computes
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
 
@@ -198,7 +200,7 @@ def can_fuse(config: Config) -> bool:
         return False
     if config.norm == "layer" and config.norm_placement != "before":
         return False
-    if config.delta_net is not None and config.delta_net.conv_width > MAX_CONV_WIDTH:
+    if config.recurrent is not None and config.recurrent.conv_width > MAX_CONV_WIDTH:
         return False
     return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu")
 
@@ -215,7 +217,7 @@ class FusedBlocks:
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
         self.modules = [block.attention._modules for block in blocks if block.attention is not None]
-        self.states = [block.state for block in blocks if block.attention is None]
+        self.states = [(block.state, state_names(block.state)) for block in blocks if block.attention is None]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
@@ -227,7 +229,7 @@ class FusedBlocks:
             slopes = positions.slopes
             query_scales = positions.query_scales
         caches = [modules["cache"]._buffers for modules in self.modules]
-        states = [state._buffers[name] for state in self.states for name in STATE_TENSORS]
+        states = [state._buffers[name] for state, names in self.states for name in names]
         return torch.ops.fastpath.blocks.default(
             x,
             input_pos,
@@ -243,13 +245,18 @@ class FusedBlocks:
         )
 
 
+def state_names(state: nn.Module) -> tuple[str, ...]:
+    """Those of STATE_TENSORS that a recurrent.ConvState has."""
+    return tuple(name for name in STATE_TENSORS if name in state.shapes(torch.float32))
+
+
 def linears_of(block: Block) -> list[nn.Module]:
-    """The linear layers of a block: qkv (or the inputs of its gated delta net), out, up (or gate and
-    up), down."""
+    """The linear layers of a block: qkv (or the inputs of what is in the place of attention), out, up
+    (or gate and up), down."""
     mlp = block.mlp
     up = mlp.gate_up if mlp.gated else mlp.up
     if block.attention is None:
-        return [block.delta_net.inputs, block.delta_net.out, up, mlp.down]
+        return [block.recurrent.inputs, block.recurrent.out, up, mlp.down]
     return [block.attention.qkv, block.attention.out, up, mlp.down]
 
 
@@ -258,17 +265,20 @@ def prepare_block(block: Block, dtype: torch.dtype) -> int:
     handle to them."""
     attention = block.attention
     config = block.config
-    if attention is None:
+    head_norms = [None, None]
+    gates = 0
+    vectors = [None] * 4
+    net_sizes = [0] * 4
+    if attention is not None:
+        head_norms = [norm_tensors(attention.q_norm)[0], norm_tensors(attention.k_norm)[0]]
+        gates = attention.gate_heads
+    elif block.delta_net is not None:
         net = config.delta_net
-        head_norms = [None, None]
-        gates = 0
         vectors = delta_net_vectors(block.delta_net)
         net_sizes = [net.n_key_head, net.n_value_head, net.key_dim, net.value_dim]
     else:
-        head_norms = [norm_tensors(attention.q_norm)[0], norm_tensors(attention.k_norm)[0]]
-        gates = attention.gate_heads
-        vectors = [None] * 4
-        net_sizes = [0] * 4
+        conv = block.short_conv.conv
+        vectors = [conv.weight.T.contiguous(), conv.bias, None, None]
     norms = [
         *norm_tensors(block.attention_norm),
         *norm_tensors(block.mlp_norm),

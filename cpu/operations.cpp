@@ -247,7 +247,7 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   d.out = out.data_ptr<float>();
 
   const auto runs = checked_runs(at, rows, matrix.size(0));
-  d.check(runs);
+  check_pending(runs, d.base);
   auto [scratch, memory] = allocate_together([&](Arena& arena) {
     std::vector<float*> all(omp_get_max_threads());
     for (auto& one : all) one = arena.allocate<float>(delta_scratch(d));
@@ -264,8 +264,9 @@ Handles<PreparedBlock> prepared_blocks;
 // Returns a handle of a block for the operation `blocks`.
 //   norms       weight and bias of the norms before attention and MLP, then the weights of q_norm,
 //               k_norm and the norms after attention and MLP. With a gated delta net also the weights
-//               of its convolution (width,channels), the weight and bias of its decay, and its norm
-//   layers      handles of qkv (or the inputs of the gated delta net), out, up (or gate and up), down
+//               of its convolution (width,channels), the weight and bias of its decay, and its norm.
+//               With a short convolution also its weights (width,channels) and its bias
+//   layers      handles of qkv (or what is in its place), out, up (or gate and up), down
 //   sizes       H, K, E, D, F, the heads with gates, then n, m, dk, dv of a gated delta net, or zeros
 //   activation  the MLP's, as in Config.mlp
 int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
@@ -288,14 +289,20 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
   };
   DeltaNet& net = p.net;
   net.n = sizes[6], net.m = sizes[7], net.dk = sizes[8], net.dv = sizes[9];
+  Convolution& conv = p.conv;
+  if (p.norms[8]) {
+    conv.width = checked(*p.norms[8], "conv", at::kFloat, {-1, -1}).size(0), conv.channels = p.norms[8]->size(1);
+    TORCH_CHECK(conv.width <= MAX_CONV_WIDTH, "a convolution over ", conv.width, " positions");
+    conv.weight = p.norms[8]->const_data_ptr<float>(), conv.bias = nullptr;
+  }
   if (net.m) {
-    TORCH_CHECK(p.norms[8] && p.norms[8]->dim() == 2 && net.n > 0 && net.m % net.n == 0, "a gated delta net of ", net.n,
-                " key heads and ", net.m, " value heads");
-    net.conv_width = p.norms[8]->size(0);
-    TORCH_CHECK(net.conv_width <= MAX_CONV_WIDTH, "a convolution over ", net.conv_width, " positions");
-    net.conv = checked(*p.norms[8], "conv", at::kFloat, {net.conv_width, net.channels()}).const_data_ptr<float>();
+    TORCH_CHECK(net.n > 0 && net.m % net.n == 0 && conv.channels == 2 * net.n * net.dk + net.m * net.dv,
+                "a gated delta net of ", net.n, " key heads, ", net.m, " value heads and ", conv.channels, " channels");
     net.decay_weight = vector(9, net.m), net.decay_bias = vector(10, net.m), net.norm = vector(11, net.dv);
-    p.qkv = linear(0, net.channels() + net.m * net.dv + 2 * net.m, p.D), p.out = linear(1, p.D, net.m * net.dv);
+    p.qkv = linear(0, conv.channels + net.m * net.dv + 2 * net.m, p.D), p.out = linear(1, p.D, net.m * net.dv);
+  } else if (conv.channels) {
+    conv.bias = vector(9, conv.channels);
+    p.qkv = linear(0, 3 * conv.channels, p.D), p.out = linear(1, p.D, conv.channels);
   } else {
     p.qkv = linear(0, (p.H + p.gates + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
   }
@@ -310,23 +317,27 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
   return prepared_blocks.add(std::move(p));
 }
 
+// How many tensors the state of a block has, other than keys and values.
+size_t state_tensors(const PreparedBlock& p) { return p.net.m ? 6 : p.conv.channels ? 2 : 0; }
+
 void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles); }
 
 // cos and sin have a tensor for each RoPE table, with the values for x's tokens; they are empty if the
 // model does not use RoPE. query_scales has a value for each slot. k_caches and v_caches have a tensor
-// for each block with attention, states six for each block with a gated delta net: matrix, base, keys,
-// deltas, decays and tail of its recurrent.DeltaState.
+// for each block with attention. states has two for each other block, base and tail of its
+// recurrent.ConvState, and with a gated delta net also matrix, keys, deltas and decays.
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
               at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
               at::TensorList k_caches, at::TensorList v_caches, at::TensorList states, at::IntArrayRef handles) {
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
-  size_t recurrent = 0;
+  size_t recurrent = 0, tensors = 0;
   for (int64_t handle : handles) {
     prepared.push_back(prepared_blocks.get(handle));
-    recurrent += prepared.back()->net.m > 0;
+    recurrent += prepared.back()->conv.channels > 0;
+    tensors += state_tensors(*prepared.back());
   }
   TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() - recurrent && v_caches.size() == k_caches.size() &&
-              states.size() == 6 * recurrent, "x (B,S,D) and the state of each block were expected");
+              states.size() == tensors, "x (B,S,D) and the state of each block were expected");
   const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
   const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
@@ -346,21 +357,24 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
                   ", not x ", x.sizes(), " in ", x.scalar_type());
       Block<T> block{p};
       block.M = B * S;
-      if (p.net.m) {
-        const at::TensorList state = states.slice(6 * at_state++, 6);
+      if (p.conv.channels) {
+        const at::TensorList state = states.slice(at_state, state_tensors(p));
+        at_state += state.size();
+        const int64_t R = checked(state[0], "base", at::kLong, {-1}).size(0);
+        TORCH_CHECK(R == states[0].size(0), "states of ", R, " and ", states[0].size(0), " rows");
+        block.base = state[0].data_ptr<int64_t>(), block.runs = &runs;
+        check_pending(runs, block.base);
+        const std::vector<int64_t> tail_sizes{R, p.conv.tail_size() + 1, p.conv.channels};
+        block.tail = checked(state[1], "tail", x.scalar_type(), tail_sizes).template data_ptr<T>();
         block.attention = {B, S};
         block.attention.positions = at.const_data_ptr<int64_t>(), block.attention.rows = data<int64_t>(rows);
-        block.delta = checked_delta(state[0], state[1], state[2], state[3], state[4]);
-        const Delta& d = block.delta;
-        TORCH_CHECK(state[0].size(0) == states[0].size(0), "states of ", state[0].size(0), " and ", states[0].size(0),
-                    " rows");
-        TORCH_CHECK(d.n == p.net.n && d.m == p.net.m && d.dk == p.net.dk && d.dv == p.net.dv, "block ", handles[i],
-                    " has other heads than its state ", state[0].sizes());
-        d.check(runs);
-        const std::vector<int64_t> tail_sizes{state[0].size(0), p.net.tail_size() + 1, p.net.channels()};
-        block.tail = checked(state[5], "tail", x.scalar_type(), tail_sizes).template data_ptr<T>();
-        block.runs = &runs;
-        work += B * S * d.m * d.dk * d.dv;
+        if (p.net.m) {
+          block.delta = checked_delta(state[2], state[0], state[3], state[4], state[5]);
+          const Delta& d = block.delta;
+          TORCH_CHECK(d.n == p.net.n && d.m == p.net.m && d.dk == p.net.dk && d.dv == p.net.dv, "block ", handles[i],
+                      " has other heads than its state ", state[2].sizes());
+          work += B * S * d.m * d.dk * d.dv;
+        }
       } else {
         const Tensor &k = k_caches[at_cache], &v = v_caches[at_cache];
         at_cache++;

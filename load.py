@@ -170,8 +170,9 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     add = add_loading_options(parser)
     add("--max_seq_length", type=positive, help=f"KV cache positions per row; default: {default_length}")
     snapshots = (
-        "memory for snapshots of recurrent states (Qwen3.5), from which later prompts go on; "
-        "default: as much as all keys and values take, but enough for 4 snapshots a row"
+        "memory for snapshots of recurrent states (Qwen3.5, LFM2), from which later prompts go on; "
+        "default: as much as all keys and values take, but enough for 4 snapshots a row, "
+        "and no more than for one in 128 positions"
     )
     add("--snapshot_mb", type=natural, metavar="MB", help=snapshots)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"

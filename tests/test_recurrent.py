@@ -301,6 +301,27 @@ def test_snapshots_of_rows():
     assert held(snapshots) == [[84], [], []] and len(snapshots.free) == 2 and int(state.base[0]) == 84
 
 
+def test_hidden_states_after_reuse(model):
+    """A row that takes over a part of a row goes on as that row did, from its state or from a snapshot of it."""
+    model = copy.deepcopy(model)
+    model.setup_caches(3, 120)
+    [tokens] = random_prompts((100,), seed=4)
+
+    @torch.no_grad()
+    def read(row, start, stop):
+        positions = torch.arange(start, stop)[None]
+        return model.hidden(torch.tensor([tokens[start:stop]]), positions, torch.tensor([row]))[0]
+
+    expected = read(2, 0, 100)
+    read(0, 0, 60)
+    model.offer_snapshot(0, unread=0)
+    read(0, 60, 90)
+    for target, n in ((1, 80), (2, 44), (0, 44)):
+        assert model.restorable(0, n + 3) == (n + 3 if n == 80 else n)
+        model.reuse(0, target, n)
+        torch.testing.assert_close(read(target, n, n + 6), expected[n : n + 6], rtol=NEAR, atol=20 * NEAR)
+
+
 def test_the_snapshot_that_is_worth_least_goes():
     state = delta_state(NARROW, 4)
     snapshots = Snapshots([state], 2, rows=4)

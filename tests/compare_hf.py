@@ -54,6 +54,8 @@ LAYER = {  # under blocks.N and model.layers.N
     "attention.out.input": "self_attn.o_proj.input",
     "attention.out": "self_attn.o_proj",
     "delta_net.out": "linear_attn.out_proj",
+    "short_conv.inputs": "conv.in_proj",
+    "short_conv.out": "conv.out_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",  # the rows of mlp.gate_up
     "mlp.up": "mlp.up_proj",
@@ -136,7 +138,7 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
     tensors = record(model.eval())
     # Without a config it keeps all keys, also of sliding layers, but it does not know recurrent layers.
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
-    is_hybrid = "linear_attention" in kinds
+    is_hybrid = not {"linear_attention", "conv"}.isdisjoint(kinds)
     cache = transformers.DynamicCache(config=model.config if is_hybrid else None)
     tensors["logits"] = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
     for i, layer in enumerate(cache.layers):

@@ -55,6 +55,13 @@ def test_same_with_gated_delta_nets(tiny, capsys):
     assert any("delta_net.out" in line for line in lines) and any("attention.out" in line for line in lines)
 
 
+def test_same_with_short_convolutions(tiny, capsys):
+    source, checkpoint = tiny("lfm2-biased")[1:]
+    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
+    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
+    assert any("short_conv.out" in line for line in lines) and any("attention.q" in line for line in lines)
+
+
 @pytest.mark.slow
 def test_a_command_from_anywhere(python, tmp_path):
     command = [*python, str(ROOT / "tests/compare_hf.py"), "nowhere", "nothing"]

@@ -22,6 +22,7 @@ with INTERPRET:
 
 import kernels
 from config import RopeScaling
+from cpu.build import load_kernels
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
 from kernels import attention_reference, gated_delta
 from layers import Linear, RMSNorm
@@ -41,7 +42,10 @@ F32, BF16, F16 = TOLERANCE
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """In the interpreter, run fewer programs: 64 that are mostly idle take seconds. On a GPU, change nothing."""
+    """In the interpreter, run fewer programs: 64 that are mostly idle take seconds. On a GPU, change nothing.
+
+    The C++ kernels are loaded before, because those that a test loads would be forgotten with its KERNELS."""
+    load_kernels()
     if not ON_GPU:
         monkeypatch.setattr(kt, "SPLITS", tl.constexpr(4))
         monkeypatch.setattr(kt, "choose_tiles", lambda *shape: tiles_of(1, 128))

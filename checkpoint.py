@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -67,6 +67,10 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(self.tokenizer_files)
+
+    def without_mtp(self) -> "Checkpoint":
+        """The model without the layer that drafts tokens, if it has one."""
+        return replace(self, config=replace(self.config, mtp=False))
 
     def empty_model(self, shard=WHOLE_MODEL) -> Transformer:
         """The model without its weights, or one rank's part of it (shard: a tp.Shard).

@@ -142,6 +142,7 @@ class Config:
     attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
     delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
     short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution in the place of attention
+    mtp: bool = False  # Qwen3.5: one more layer drafts tokens (mtp.py)
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
@@ -180,6 +181,8 @@ class Config:
         layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
         if self.delta_net is not None and self.short_conv is not None:
             raise ValueError("a model has delta_net or short_conv, not both")
+        if self.mtp and self.recurrent is None:
+            raise ValueError("mtp needs layers with a recurrent state, whose snapshots hold what it needs")
         if self.recurrent is not None:
             layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
         for name, layers in layers_with.items():

@@ -507,6 +507,12 @@ class QuantizedLinear(MatrixLayer):
         y = torch.cat(pieces, dim=-1)
         return y if self.bias is None else y + self.bias
 
+    def first_rows(self, n: int):
+        with torch.device("meta"):
+            layer = QuantizedLinear(self.in_features, n, False, self.scheme)
+        layer.load_state_dict(self.parts(slice(n)), assign=True)
+        return layer
+
 
 class QuantizedEmbedding(QuantizedLinear):
     """The embedding table. If the output head is tied to it, `logits` computes the head with the

@@ -82,7 +82,7 @@ FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
     "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token", "layers_without_rope",
-    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale",
+    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale", "mtp",
 )  # fmt: skip
 
 

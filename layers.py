@@ -35,6 +35,11 @@ class MatrixLayer(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
 
+    def first_rows(self, n: int) -> "MatrixLayer | None":
+        """A linear layer without bias that has the first n rows of the matrix, in the same memory. None
+        if they do not stand together there. n is a multiple of 16, or the number of rows."""
+        return None
+
 
 class Linear(MatrixLayer):
     """y = x weight^T + bias."""
@@ -46,6 +51,12 @@ class Linear(MatrixLayer):
 
     def forward(self, x: Tensor):
         return linear(x, self.weight, self.bias)
+
+    def first_rows(self, n: int):
+        with torch.device("meta"):
+            layer = Linear(self.in_features, n, bias=False)
+        layer.load_state_dict({"weight": self.weight[:n]}, assign=True)
+        return layer
 
 
 class Embedding(Linear):

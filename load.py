@@ -33,7 +33,7 @@ from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS, Installer
 from model import WHOLE_MODEL, Transformer, state_bytes
 
-DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "medusa", "medusa:FILE", "int4-self", "none")
+DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "mtp", "medusa", "medusa:FILE", "int4-self", "none")
 KERNEL_CHOICES = ("auto", "avx2", "torch")
 DEFAULT_HEADS = Path(__file__).parent / "training" / "SmolLM2-135M-Instruct-medusa.safetensors"
 CACHE_LENGTHS = (512, 2048, 8192, 32768, 131072)  # only a few: each needs its own compiled graphs
@@ -79,17 +79,18 @@ class ModelOptions:
     draft_checkpoint_path: str | None = None
     draft: list[DraftOption | str] = field(default_factory=list)
     speculate_k: int | str | None = None
-    # Not a command-line option. True: prompt lookup is the draft where it cannot change a token.
-    lookup_by_default: bool = False
+    # Not a command-line option. True: prompt lookup and the model's layer that drafts tokens, if it has
+    # one, are the drafts where they cannot change a token.
+    drafts_by_default: bool = False
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
         """The options of a command line, which may have some of them only. converses: whether the
-        program holds conversations, in which prompt lookup is the draft by default."""
+        program holds conversations, in which there are drafts by default."""
         names = [field.name for field in fields(cls) if hasattr(args, field.name)]
         options = cls(**{name: getattr(args, name) for name in names})
         if converses and not (args.draft or options.draft_checkpoint_path or options.compile):
-            options.lookup_by_default = True
+            options.drafts_by_default = True
         return options
 
     def __post_init__(self):
@@ -187,10 +188,11 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     kinds = (
         "prompt-lookup: propose what followed the latest tokens earlier in the text; "
         "lookup:FILE: search this text file, too; "
+        "mtp: the layer of Qwen3.5's checkpoints that was trained for this; "
         f"medusa or medusa:FILE: heads that were trained for the model (default: {heads}); "
         "int4-self: the model itself in 4 bits (--draft_checkpoint_path may name that copy). "
-        "May be repeated; none: no draft. Default: prompt-lookup in conversations and in serve.py, "
-        "with the CPU kernels and without --compile; otherwise none"
+        "May be repeated; none: no draft. Default: prompt-lookup, and mtp if the model has the layer, in "
+        "conversations and in serve.py, with the CPU kernels and without --compile; otherwise none"
     )
     add("--draft", metavar="KIND", action="append", default=[], help=kinds)
     how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
@@ -283,6 +285,8 @@ def load_engine(
         raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     device = choose_device(ranks.device(options.device))
     options = replace(options, device=str(device))
+    if not wants_mtp(checkpoint, options):
+        checkpoint = checkpoint.without_mtp()
     if is_own_draft(checkpoint, options):
         options.dequantize = True
         if ranks.rank == 0:
@@ -296,14 +300,16 @@ def load_engine(
         drafts = Drafts(checkpoint, Loader(options, ranks))
 
     quantization = None if options.dequantize else checkpoint.quantization
-    caches = state_bytes(config, rows, length, options.dtype, how.snapshot_bytes)
-    check_memory(config, device, options.dtype, caches, quantization, ranks.portion(device))
+    caches = state_bytes(checkpoint.config, rows, length, options.dtype, how.snapshot_bytes)
+    check_memory(checkpoint.config, device, options.dtype, caches, quantization, ranks.portion(device))
     model = load_model(checkpoint, options, ranks.shard(device))
     decoding = None
     if drafts is not None:
         decoding = make_speculation(drafts.load(model), options.speculate_k)
-    if options.lookup_by_default and device.type == "cpu" and model.backend.thread_invariant:
-        decoding = default_speculation()
+    if options.drafts_by_default and device.type == "cpu" and model.backend.thread_invariant:
+        decoding = default_speculation(model)
+    if decoding is None:
+        model.mtp = None  # nothing drafts with it
 
     chunk_tokens = how.chunk_tokens or (128 if quantization else 256)
     how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
@@ -314,6 +320,17 @@ def load_engine(
         original = f"the original context is {config.short_context}"
         print_status(f"longrope: the {kind} factors, because rows have {length} positions and {original}")
     return engine
+
+
+def wants_mtp(checkpoint: Checkpoint, options: ModelOptions) -> bool:
+    """Whether a model's layer that drafts tokens is to be loaded. UserError if --draft asks for it, and
+    the model has none."""
+    if "mtp" not in options.draft_kinds:
+        return checkpoint.config.mtp and options.drafts_by_default and options.device == "cpu"
+    if not checkpoint.config.mtp:
+        what = "has no layer that drafts tokens; --draft prompt-lookup works with every model"
+        raise UserError(f"--draft mtp: {checkpoint.path} {what}")
+    return True
 
 
 def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
@@ -337,14 +354,19 @@ def make_speculation(drafts: list, speculate_k: int | str | None):
     return Speculation(drafts, speculate_k, automatic=False)
 
 
-def default_speculation():
-    """A Speculation with prompt lookup, or None if the optional files that it needs are missing."""
+def default_speculation(model: Transformer):
+    """A Speculation with prompt lookup, and with the model's layer that drafts tokens if it is loaded;
+    None if the optional files that it needs are missing."""
     try:
+        from drafts.mtp import MtpDraft
         from drafts.retrieval import RetrievalDraft
         from speculative import Speculation
     except ModuleNotFoundError:
         return None
-    return Speculation([RetrievalDraft()])
+    drafts = [RetrievalDraft()]
+    if model.mtp is not None:
+        drafts.append(MtpDraft(model))
+    return Speculation(drafts)
 
 
 @dataclass
@@ -358,7 +380,7 @@ class Loader:
         return open_checkpoint(name, self.ranks)
 
     def load(self, checkpoint: Checkpoint, shard=WHOLE_MODEL) -> Transformer:
-        return load_model(checkpoint, replace(self.options, dequantize=False), shard)
+        return load_model(checkpoint.without_mtp(), replace(self.options, dequantize=False), shard)
 
     def install(self, model: nn.Module) -> nn.Module:
         return install_kernels(model, self.options.kernels, self.options.exact_activations)

@@ -2,6 +2,7 @@
 
 Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are
 in config.py, the operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py.
+Layers that some models have besides are in recurrent.py and mtp.py.
 Knows nothing of text, sampling, files or devices: kernels.py dispatches each operation to the
 kernel of the device.
 
@@ -103,6 +104,12 @@ class Transformer(nn.Module):
         for layer in range(own.n_layer):
             self.blocks.append(Block(own, layer, ropes.index(own.rope(layer)), shard))
         self.norm = make_norm(own)
+        self.mtp = None  # the layer that drafts tokens: an mtp.DraftLayer
+        if own.mtp:
+            from mtp import DraftLayer
+
+            rope_table = ropes.index(own.rope(own.n_layer))
+            self.mtp = DraftLayer(own, Block(own, own.n_layer, rope_table, shard))
         self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, bias=False)
 
         self.backend = Backend()  # what an Installer returns replaces it
@@ -130,21 +137,21 @@ class Transformer(nn.Module):
         heads = self.shard.own(self.config.n_head)
         self.positions = Positions(self.config.for_rows_of(max_seq_length), T, heads, self.device)
 
-        nbytes = sum(block.state.nbytes(max_batch_size, T, self.dtype) for block in self.blocks)
+        nbytes = sum(state.nbytes(max_batch_size, T, self.dtype) for state in self.states)
         zeros = self.backend.zeros(nbytes, self.device)  # like torch.zeros, in huge pages on CPUs
-        for block in self.blocks:
-            block.state.allocate(max_batch_size, T, zeros, self.dtype)
+        for state in self.states:
+            state.allocate(max_batch_size, T, zeros, self.dtype)
+        for block in self.all_blocks:
             if block.attention is not None:
                 block.attention.positions = self.positions
 
-        recurrent = [block.state for block in self.blocks if block.attention is None]
+        recurrent = [state for state in self.states if not isinstance(state, KVCache)]
         if recurrent:
             from recurrent import DELTA_WINDOW, SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
 
             # The number follows from the sizes of the whole model, so that all ranks have the same.
             kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
-            net = self.config.recurrent
-            slots = snapshot_slots(net, max_batch_size, T, kv_bytes, self.dtype, snapshot_bytes)
+            slots = snapshot_slots(self.config, max_batch_size, T, kv_bytes, self.dtype, snapshot_bytes)
             self.snapshots = Snapshots(recurrent, slots, max_batch_size)
             self.longest_pass = SNAPSHOT_INTERVAL + DELTA_WINDOW
 
@@ -165,6 +172,17 @@ class Transformer(nn.Module):
         """The dtype of the activations and of the KV caches."""
         return self.activation_dtype or self.norm.weight.dtype
 
+    @property
+    def all_blocks(self) -> list["Block"]:
+        """The blocks of the model, and that of the layer that drafts tokens."""
+        return [*self.blocks] if self.mtp is None else [*self.blocks, self.mtp.block]
+
+    @property
+    def states(self) -> list[nn.Module]:
+        """What the model remembers of each row: a KVCache or a recurrent.Tail for each layer."""
+        states = [block.state for block in self.all_blocks]
+        return states if self.mtp is None else [*states, self.mtp.hidden]
+
     def restorable(self, row: int, n: int) -> int:
         """The largest m <= n such that `reuse` can take over the first m positions of a row, whose
         tokens the caller knows to be at least n."""
@@ -173,8 +191,8 @@ class Transformer(nn.Module):
     def reuse(self, source_row: int, target_row: int, n: int):
         """Make the target row hold the first n positions of the source row, which may be the same.
         n is a result of `restorable`, or 0."""
-        for block in self.blocks:
-            block.state.copy(source_row, target_row, n)
+        for state in self.states:
+            state.copy(source_row, target_row, n)
         if self.snapshots is not None:
             self.snapshots.reuse(source_row, target_row, n)
 
@@ -228,7 +246,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None) -> Tensor:
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as
         in forward."""
-        x = self.block_inputs(tokens)  # (B,S,D)
+        embedded = self.block_inputs(tokens)  # (B,S,D)
+        x = embedded
         ropes = self.positions.ropes(input_pos)
 
         # All blocks as one operation: FusedBlocks of cpu/install.py, or that of kernels_triton.py.
@@ -238,7 +257,11 @@ class Transformer(nn.Module):
         else:
             for block in self.blocks:
                 x = block(x, ropes[block.rope_table], input_pos, rows)
-        return self.norm(x)
+        x = self.norm(x)
+
+        if self.mtp is not None:
+            self.mtp.read(embedded, x, input_pos, rows)
+        return x
 
     def block_inputs(self, tokens: Tensor) -> Tensor:
         """The inputs (B,S,D) of the first block for tokens (B,S): their embeddings, which some
@@ -359,9 +382,20 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(E, config.norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+        q, gate = self.read(x, rope, input_pos, rows)
+        slopes = self.positions.slopes
+        y = attention(q, self.cache.k, self.cache.v, input_pos, rows, slopes, self.window, self.scale)
+        if gate is not None:
+            y = y * gate.sigmoid()
+        return self.out(y.flatten(2))
+
+    def read(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
+        """Write the keys and values of tokens. Returns their queries (B,S,H,E), and the gate of the
+        output (B,S,H,E) or None."""
         B, S, _ = x.shape
         H, K, E = self.config.heads
         qkv = self.qkv(x).view(B, S, -1, E)
+        gate = None
         if self.gate_heads:
             q, gate, k, v = qkv.split([H, self.gate_heads, K, K], dim=2)
             qk = torch.cat([q, k], dim=2)
@@ -376,11 +410,7 @@ class Attention(nn.Module):
             q = (q.float() * self.positions.query_scales[input_pos]).to(q.dtype)
 
         self.cache.write(k, v, input_pos, rows)
-        slopes = self.positions.slopes
-        y = attention(q, self.cache.k, self.cache.v, input_pos, rows, slopes, self.window, self.scale)
-        if self.gate_heads:
-            y = y * gate.sigmoid()
-        return self.out(y.reshape(B, S, H * E))
+        return q, gate
 
     def normalize(self, qk: Tensor) -> Tensor:
         """The norms of queries and keys (B,S,H+K,E): over each head, or over all heads together."""
@@ -441,23 +471,28 @@ class KVCache(nn.Module):
 
 
 def position_bytes(config: Config, dtype: torch.dtype) -> int:
-    """The bytes of the keys and values of one position in all layers."""
-    return 2 * config.attention_layers * config.n_kv_head * config.head_dim * dtype.itemsize
+    """The bytes of the keys and values of one position in all layers, but for that which drafts."""
+    return config.attention_layers * layer_position_bytes(config, dtype)
+
+
+def layer_position_bytes(config: Config, dtype: torch.dtype) -> int:
+    """The bytes of the keys and values of one position in one layer."""
+    return 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
 
 def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
     """The bytes that Transformer.setup_caches takes for a whole model."""
-    kv_bytes = rows * (length + SCRATCH_SLOTS) * position_bytes(config, dtype)
-    net = config.recurrent
-    if net is None:
+    T = length + SCRATCH_SLOTS
+    kv_bytes = rows * T * position_bytes(config, dtype)
+    if config.recurrent is None:
         return kv_bytes
 
-    from recurrent import make_state, snapshot_slots
+    from recurrent import make_states, snapshot_slots
 
-    slots = snapshot_slots(net, rows, length + SCRATCH_SLOTS, kv_bytes, dtype, snapshot_bytes)
-    state = make_state(net)
-    each = state.nbytes(rows, length, dtype) + slots * state.snapshot_bytes(dtype)
-    return kv_bytes + len(net.layers) * each
+    slots = snapshot_slots(config, rows, T, kv_bytes, dtype, snapshot_bytes)
+    states = make_states(config)
+    total = kv_bytes + sum(state.nbytes(rows, T, dtype) + slots * state.snapshot_bytes(dtype) for state in states)
+    return total + rows * T * layer_position_bytes(config, dtype) * config.mtp
 
 
 class MLP(nn.Module):

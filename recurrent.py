@@ -1,8 +1,8 @@
 """Layers that remember a row in a state of fixed size, in the place of keys and values.
 
 Read down: the layers GatedDeltaNet (Qwen3.5) and ShortConvolution (LFM2); the convolution of both,
-and the decay; ConvState and DeltaState, what they remember; Snapshots, the copies of states from
-which later prompts go on. docs/hybrid.md explains the delta rule. The rule itself is
+and the decay; Tail, ConvState and DeltaState, what they remember; Snapshots, the copies of states
+from which later prompts go on. docs/hybrid.md explains the delta rule. The rule itself is
 kernels.gated_delta. A model without such layers needs nothing of this file.
 
 Shapes are explained in model.py. n key heads of width dk have the queries and keys, m value heads
@@ -105,13 +105,7 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, state: "ConvState", input_pos: Tensor, rows: Tensor | None) -> Tensor:
         """x (B,S,channels) to (B,S,channels) float32. Before the first position there are zeros."""
         S = x.shape[1]
-        if S <= MAX_DECODE_TOKENS:  # several batch rows may have tokens of the same row: all are written first
-            state.write_tail(x, input_pos, rows)
-        tail = state.read_tail(input_pos[:, 0], rows).to(x.dtype)  # (B,width-1,channels)
-        if S > MAX_DECODE_TOKENS:  # the new tokens may be more than the tail can hold
-            state.write_tail(x, input_pos, rows)
-
-        x = torch.cat([tail, x], dim=1).float()
+        x = state.with_tail(x, input_pos, rows).float()  # (B,width-1+S,channels)
         y = sum(x[:, i : i + S] * self.weight[:, i] for i in range(self.width))
         return y if self.bias is None else y + self.bias
 
@@ -132,31 +126,32 @@ class Decay(nn.Module):
 # ---------------------------------------------------------------- what the layers remember
 
 
-class ConvState(nn.Module):
-    """The state of one short convolution: R rows. It has the interface of model.KVCache.
+class Tail(nn.Module):
+    """The latest vectors that a layer has seen of each row: enough for a pass that begins at the row's
+    base (ConvState), or at one of the next W = DELTA_WINDOW positions. It has the interface of
+    model.KVCache.
 
-    base (R,): a pass over a row may begin at this position, or at one of the next W = DELTA_WINDOW
-    positions. It is where the row's last pass began, or W tokens before its end if it was longer.
-    tail (R,W+width,channels): the latest inputs of the convolution, each at its position modulo
-    W + width - 1; padding writes to the last slot.
+    tail (R,W+before+1,channels): the vectors, each at its position modulo W + before; padding writes
+    to the last slot.
     """
 
-    def __init__(self, net: DeltaNet | ShortConv):
+    def __init__(self, channels: int, before: int):
+        """before: how many vectors before its first position a pass needs."""
         super().__init__()
-        self.net = net
+        self.channels = channels
+        self.before = before
 
     def shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and the dtype of each tensor, for one row. dtype: that of the convolution's inputs."""
-        net = self.net
-        return {"base": ((), torch.int64), "tail": ((DELTA_WINDOW + net.conv_width, net.conv_channels), dtype)}
+        """The shape and the dtype of each tensor, for one row. dtype: that of the vectors."""
+        return {"tail": ((DELTA_WINDOW + self.before + 1, self.channels), dtype)}
 
     def snapshot_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The same for the tensors of a snapshot: the tail before the base."""
-        return {"saved_tail": ((self.net.conv_width - 1, self.net.conv_channels), dtype)}
+        return {"saved_tail": ((self.before, self.channels), dtype)}
 
     def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
         """Make the states of R rows, of any number T of positions. zeros(shape, dtype=...) makes the
-        tensors. dtype: that of the convolution's inputs."""
+        tensors. dtype: that of the vectors."""
         for name, (shape, kind) in self.shapes(dtype).items():
             self.register_buffer(name, zeros((R, *shape), dtype=kind), persistent=False)
 
@@ -171,6 +166,78 @@ class ConvState(nn.Module):
         for name in self.shapes(self.tail.dtype):
             tensor = self.get_buffer(name)
             tensor[target_row] = tensor[source_row]
+
+    def write_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None):
+        """Keep the vectors x (B,S,channels) at positions (B,S) of rows (B,)."""
+        if rows is None:
+            rows = torch.arange(len(x), device=x.device)
+        size = self.tail_size
+        newest = input_pos.amax(1, keepdim=True)  # (B,1)
+        is_kept = (input_pos >= 0) & (input_pos > newest - size)
+        slots = torch.where(is_kept, input_pos % size, size)
+        self.tail[rows[:, None], slots] = x.to(self.tail.dtype)
+
+    def read_tail(self, first: Tensor, rows: Tensor | None) -> Tensor:
+        """The vectors (B,before,channels) before positions `first` (B,). Before position 0 there are
+        zeros."""
+        if rows is None:
+            rows = torch.arange(len(first), device=first.device)
+        back = torch.arange(-self.before, 0, device=first.device)
+        positions = first[:, None] + back  # (B,before)
+        found = self.tail[rows[:, None], positions % self.tail_size]
+        return torch.where((positions >= 0)[..., None], found, 0)
+
+    def with_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+        """The new vectors x (B,S,channels), behind those before them: (B,before+S,channels). Keeps
+        the new ones."""
+        S = x.shape[1]
+        if S <= MAX_DECODE_TOKENS:  # several batch rows may have tokens of the same row: all are written first
+            self.write_tail(x, input_pos, rows)
+        tail = self.read_tail(input_pos[:, 0], rows).to(x.dtype)
+        if S > MAX_DECODE_TOKENS:  # the new tokens may be more than the tail can hold
+            self.write_tail(x, input_pos, rows)
+        return torch.cat([tail, x], dim=1)
+
+    @property
+    def tail_size(self) -> int:
+        """How many of a row's latest vectors are kept."""
+        return self.tail.shape[1] - 1
+
+    # ------------------------------------------------------------ snapshots
+
+    def allocate_snapshots(self, slots: int):
+        """Make room for this many snapshots."""
+        for name, (shape, kind) in self.snapshot_shapes(self.tail.dtype).items():
+            self.register_buffer(name, self.tail.new_zeros(slots, *shape, dtype=kind), persistent=False)
+
+    def snapshot_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes of a snapshot."""
+        return bytes_of(self.snapshot_shapes(dtype))
+
+    def save(self, row: int, slot: int, position: int):
+        """Copy the state of a row at its base, which is this position, to a slot."""
+        first = torch.tensor([position], device=self.tail.device)
+        self.saved_tail[slot] = self.read_tail(first, first.new_tensor([row]))[0]
+
+    def restore(self, slot: int, row: int, position: int):
+        """Give a row the state that was saved at this position."""
+        positions = torch.arange(position - self.before, position, device=self.tail.device)
+        self.tail[row, positions % self.tail_size] = self.saved_tail[slot]
+
+
+class ConvState(Tail):
+    """The state of one short convolution: the latest inputs of its convolution, and R bases.
+
+    base (R,): a pass over a row may begin at this position, or at one of the next W = DELTA_WINDOW
+    positions. It is where the row's last pass began, or W tokens before its end if it was longer.
+    """
+
+    def __init__(self, net: DeltaNet | ShortConv):
+        super().__init__(net.conv_channels, net.conv_width - 1)
+        self.net = net
+
+    def shapes(self, dtype):
+        return {"base": ((), torch.int64)} | super().shapes(dtype)
 
     def move_base(self, input_pos: Tensor, rows: Tensor | None):
         """Set the base of the rows of a pass over positions (B,S) of rows (B,). (That of a DeltaState
@@ -195,50 +262,9 @@ class ConvState(nn.Module):
         moved = starts + (counts - DELTA_WINDOW).clamp(min=0)
         self.base.copy_(torch.where(counts > 0, moved, self.base))
 
-    def write_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None):
-        """Keep the inputs x (B,S,channels) of the convolution at positions (B,S) of rows (B,)."""
-        if rows is None:
-            rows = torch.arange(len(x), device=x.device)
-        size = self.tail_size
-        newest = input_pos.amax(1, keepdim=True)  # (B,1)
-        is_kept = (input_pos >= 0) & (input_pos > newest - size)
-        slots = torch.where(is_kept, input_pos % size, size)
-        self.tail[rows[:, None], slots] = x.to(self.tail.dtype)
-
-    def read_tail(self, first: Tensor, rows: Tensor | None) -> Tensor:
-        """The inputs of the convolution (B,width-1,channels) before positions `first` (B,)."""
-        if rows is None:
-            rows = torch.arange(len(first), device=first.device)
-        back = torch.arange(1 - self.net.conv_width, 0, device=first.device)
-        positions = first[:, None] + back  # (B,width-1)
-        found = self.tail[rows[:, None], positions % self.tail_size]
-        return torch.where((positions >= 0)[..., None], found, 0)
-
-    @property
-    def tail_size(self) -> int:
-        """How many of a row's latest inputs of the convolution are kept."""
-        return self.tail.shape[1] - 1
-
-    # ------------------------------------------------------------ snapshots
-
-    def allocate_snapshots(self, slots: int):
-        """Make room for this many snapshots."""
-        for name, (shape, kind) in self.snapshot_shapes(self.tail.dtype).items():
-            self.register_buffer(name, self.tail.new_zeros(slots, *shape, dtype=kind), persistent=False)
-
-    def snapshot_bytes(self, dtype: torch.dtype) -> int:
-        """The bytes of a snapshot."""
-        return bytes_of(self.snapshot_shapes(dtype))
-
-    def save(self, row: int, slot: int):
-        """Copy the state of a row at its base to a slot."""
-        self.saved_tail[slot] = self.read_tail(self.base[row : row + 1], self.base.new_tensor([row]))[0]
-
     def restore(self, slot: int, row: int, position: int):
-        """Give a row the state that was saved at this position."""
+        super().restore(slot, row, position)
         self.base[row] = position
-        positions = torch.arange(position - self.net.conv_width + 1, position, device=self.base.device)
-        self.tail[row, positions % self.tail_size] = self.saved_tail[slot]
 
 
 class DeltaState(ConvState):
@@ -264,8 +290,8 @@ class DeltaState(ConvState):
         matrix = (net.n_value_head, net.key_dim, net.value_dim)
         return super().snapshot_shapes(dtype) | {"saved_matrix": (matrix, torch.float32)}
 
-    def save(self, row: int, slot: int):
-        super().save(row, slot)
+    def save(self, row: int, slot: int, position: int):
+        super().save(row, slot, position)
         self.saved_matrix[slot] = self.matrix[row]
 
     def restore(self, slot: int, row: int, position: int):
@@ -277,16 +303,21 @@ def bytes_of(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
-def make_state(net: DeltaNet | ShortConv) -> ConvState:
-    """The state, not yet allocated, of one of a model's recurrent layers."""
-    return DeltaState(net) if isinstance(net, DeltaNet) else ConvState(net)
+def make_states(config: Config) -> list[Tail]:
+    """The states, not yet allocated, of all recurrent layers of a model, and that of its draft layer."""
+    net = config.recurrent
+    kind = DeltaState if isinstance(net, DeltaNet) else ConvState
+    states = [kind(net) for _ in net.layers]
+    if config.mtp:
+        states.append(Tail(config.dim, 1))  # that of mtp.DraftLayer
+    return states
 
 
 # ---------------------------------------------------------------- snapshots
 
 
 def snapshot_slots(
-    net: DeltaNet | ShortConv, rows: int, positions: int, kv_bytes: int, dtype: torch.dtype, limit: int | None
+    config: Config, rows: int, positions: int, kv_bytes: int, dtype: torch.dtype, limit: int | None
 ) -> int:
     """How many snapshots are kept of `rows` rows with this many positions each.
 
@@ -294,7 +325,7 @@ def snapshot_slots(
     rows have (kv_bytes), but at least SNAPSHOTS_PER_ROW snapshots for each row, and no more than one
     for SNAPSHOT_POSITIONS positions: those of a short convolution are small.
     """
-    size = len(net.layers) * make_state(net).snapshot_bytes(dtype)
+    size = sum(state.snapshot_bytes(dtype) for state in make_states(config))
     if limit is not None:
         return limit // size
     slots = min(kv_bytes // size, rows * positions // SNAPSHOT_POSITIONS)
@@ -324,7 +355,8 @@ class Snapshots:
     All ranks of a split model make the same decisions, because they get the same calls.
     """
 
-    def __init__(self, states: list[ConvState], slots: int, rows: int):
+    def __init__(self, states: list[Tail], slots: int, rows: int):
+        """states: those of all layers; the first is a ConvState."""
         self.states = states
         self.rows: list[list[Snapshot]] = [[] for _ in range(rows)]  # of each row
         self.free = list(range(slots))
@@ -370,7 +402,7 @@ class Snapshots:
         if slot is None:
             return
         for state in self.states:
-            state.save(row, slot)
+            state.save(row, slot, position)
         snapshot = Snapshot(position, slot, is_turn, 0)
         self._use(snapshot)
         self.rows[row].append(snapshot)

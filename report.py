@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,9 +35,10 @@ def weight_bytes(model: Transformer, rows: float) -> float:
     """Bytes of weights that one decode step reads.
 
     It reads all weights once, except for an embedding table that is not tied to the output head: of
-    this table, it reads one vector per row.
+    this table, it reads one vector per row. The layer that drafts tokens (mtp) does not count.
     """
-    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    tensors = model.state_dict()
+    total = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("mtp."))
     if model.output is None:
         return total
     table = sum(tensor.nbytes for tensor in model.embedding.state_dict().values())
@@ -51,7 +53,7 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
     position that it attends to, and seven for each element of a gated delta net's matrices.
     """
     with torch.device("meta"):
-        model = Transformer(config).to(dtype)
+        model = Transformer(replace(config, mtp=False)).to(dtype)
     if quantization is not None:
         swap(model, quantization.scheme)
 

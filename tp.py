@@ -82,6 +82,8 @@ SPLIT = {
     "mlp_norm": ("whole", 1),
     "mlp_post_norm": ("whole", 1),
     "norm": ("whole", 1),
+    "proj": ("whole", 1),  # of mtp.DraftLayer
+    "hidden_norm": ("whole", 1),
 }
 # What the rows of the tensors of a gated delta net consist of. keys: key_dim rows for each key head;
 # values: value_dim rows for each value head; numbers: one for each value head.
@@ -355,7 +357,7 @@ def block_columns(module: nn.Module) -> int:
 
 def hidden_block_of(model: Transformer) -> int:
     """How many consecutive hidden units of a whole model must stay on one rank."""
-    return math.lcm(*(block_columns(block.mlp.down) for block in model.blocks))
+    return math.lcm(*(block_columns(block.mlp.down) for block in model.all_blocks))
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
@@ -377,7 +379,7 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
     if config.short_conv is not None and config.dim % ranks:
         reasons.append(f"dim {config.dim} is not a multiple of {ranks}")
 
-    for i, block in enumerate(model.blocks):
+    for i, block in enumerate(model.all_blocks):
         if block.attention is not None:
             name = "attention.out"
             columns = config.n_head * config.head_dim // ranks

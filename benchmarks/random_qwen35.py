@@ -5,6 +5,12 @@
 
 The sizes are those of Qwen3.5, but for the vocabulary, which is that of QWEN2.gguf (for example the
 file of fetch_models.py). The words of such a model mean nothing, but it takes as long as a real one.
+
+With --mtp the file has the layer that drafts tokens, and this layer is always right: its own weights
+and the model's are random, but each token is followed by a fixed one. For that, the matrices that
+write to the residual stream are zero, so that the last hidden state is the normalized embedding of
+the newest token, and the output head's row of a token is the embedding of the token before it.
+benchmarks/mtp.py makes the layer err.
 """
 
 import argparse
@@ -43,6 +49,9 @@ HEAD_DIM = 256
 KEY_HEADS = 16
 STATE = 128  # the width of keys and values of a gated delta net
 CONV = 4
+CYCLE = 32768  # the tokens of the cycle of --mtp: those that drafts/mtp.py proposes
+STEP = 12345  # in the cycle, this many tokens on
+WRITES_TO_RESIDUAL = ("attn_output.weight", "ssm_out.weight", "ffn_down.weight")
 
 
 def fields(shape: Shape) -> dict:
@@ -101,6 +110,32 @@ def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def draft_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of the layer that drafts tokens: a layer with attention, and some more."""
+    return layer_shapes(shape, shape.interval - 1) | {
+        "nextn.enorm.weight": (shape.dim,),
+        "nextn.hnorm.weight": (shape.dim,),
+        "nextn.shared_head_norm.weight": (shape.dim,),
+    }
+
+
+def add_matrix(writer: gguf.GGUFWriter, name: str, matrix: torch.Tensor):
+    data = matrix.bfloat16().view(torch.int16).numpy()
+    writer.add_tensor(name, data.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def add_predictable(writer: gguf.GGUFWriter, shape: Shape, V: int):
+    """Add the embedding, the output head and the layer that drafts tokens, in which a token is followed
+    by the next one of a cycle over the first CYCLE tokens."""
+    table = 0.02 * torch.randn(V, shape.dim)
+    head = 0.02 * torch.randn(V, shape.dim)
+    head[:CYCLE] = table[:CYCLE].roll(STEP, 0)
+    add_matrix(writer, "token_embd.weight", table)
+    add_matrix(writer, "output.weight", head)
+    proj = torch.cat([torch.eye(shape.dim), torch.zeros(shape.dim, shape.dim)], dim=1)
+    add_matrix(writer, f"blk.{shape.layers}.nextn.eh_proj.weight", proj)
+
+
 def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
     """Add norms of ones, decays like those of new models, and all else at random."""
     if name.endswith("norm.weight"):
@@ -110,8 +145,7 @@ def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> No
     elif len(shape) == 1 or "conv1d" in name:
         writer.add_tensor(name, torch.randn(shape).numpy())
     else:
-        data = (0.02 * torch.randn(shape)).bfloat16().view(torch.int16).numpy()
-        writer.add_tensor(name, data.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        add_matrix(writer, name, 0.02 * torch.randn(shape))
 
 
 def copy_tokenizer(writer: gguf.GGUFWriter, source: gguf.GGUFReader) -> int:
@@ -130,21 +164,33 @@ def main():
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("vocabulary", type=Path, help="the GGUF file whose tokenizer the model gets")
     parser.add_argument("out", type=Path, help="the file to write, in bfloat16")
+    parser.add_argument("--mtp", action="store_true", help="with a layer that drafts tokens")
     args = parser.parse_args()
 
     shape = SHAPES[args.shape]
     torch.manual_seed(0)
     writer = gguf.GGUFWriter(str(args.out), "qwen35")
-    for name, value in fields(shape).items():
+    extra = {}
+    if args.mtp:
+        extra = {"block_count": shape.layers + 1, "nextn_predict_layers": 1}
+    for name, value in (fields(shape) | extra).items():
         add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
         add(f"qwen35.{name}", value)
     V = copy_tokenizer(writer, gguf.GGUFReader(args.vocabulary))
 
-    add_random(writer, "token_embd.weight", (V, shape.dim))
     add_random(writer, "output_norm.weight", (shape.dim,))
-    for layer in range(shape.layers):
-        for name, tensor_shape in layer_shapes(shape, layer).items():
-            add_random(writer, f"blk.{layer}.{name}", tensor_shape)
+    layers = [layer_shapes(shape, layer) for layer in range(shape.layers)]
+    if args.mtp:
+        add_predictable(writer, shape, V)
+        layers.append(draft_shapes(shape))
+    else:
+        add_random(writer, "token_embd.weight", (V, shape.dim))
+    for layer, shapes in enumerate(layers):
+        for name, tensor_shape in shapes.items():
+            if args.mtp and name in WRITES_TO_RESIDUAL:
+                add_matrix(writer, f"blk.{layer}.{name}", torch.zeros(tensor_shape))
+            else:
+                add_random(writer, f"blk.{layer}.{name}", tensor_shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

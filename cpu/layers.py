@@ -90,6 +90,28 @@ class PackedLinear(MatrixLayer):
     def forward(self, x: Tensor):
         return torch.ops.fastpath.linear_packed.default(x, self.prepared.handle, self.out_features)
 
+    def first_rows(self, n: int):
+        return FirstRows(self, n)
+
+
+class FirstRows(MatrixLayer):
+    """The first n rows of a PackedLinear, in its memory: blocks of 16 rows stand one after the other."""
+
+    def __init__(self, layer: PackedLinear, n: int):
+        super().__init__(layer.in_features, n)
+        self.stored_as = layer.stored_as
+        operation, format, weight, _, N, C, groupsize, exact = layer.prepared.arguments
+        size = len(weight) // blocks_of(N)  # of a block
+        self.register_buffer("weight", weight[: size * blocks_of(n)])
+        self.prepared = PreparedLayer(operation, format, self.weight, None, n, C, groupsize, exact)
+
+    forward = PackedLinear.forward
+
+
+def blocks_of(N: int) -> int:
+    """The number of blocks of a matrix with N rows."""
+    return -(-N // LANES)
+
 
 class PackedEmbedding(PackedLinear):
     """An embedding. If the output head is tied to it, `logits` computes the head with the same

@@ -106,7 +106,7 @@ class MedusaHeads(nn.Module):
 
 def fingerprint(model: Transformer) -> str:
     """A hash of the model's sizes and norms, which is the same for all its formats: norms are never
-    quantized.
+    quantized. (Those of the layer that drafts tokens do not count: it may be left out.)
 
     The norms are compared in bfloat16. (A model in float16 that was stored in float32 may have
     another hash.)
@@ -115,7 +115,7 @@ def fingerprint(model: Transformer) -> str:
     sizes = (config.n_layer, config.n_head, config.dim, config.vocab_size)
     digest = hashlib.sha256(repr(sizes).encode())
     for name, weight in sorted(model.state_dict().items()):
-        if "norm" in name:
+        if "norm" in name and not name.startswith("mtp."):
             bits = weight.detach().to("cpu", torch.bfloat16).view(torch.int16)
             digest.update(bits.numpy().tobytes())
     return digest.hexdigest()

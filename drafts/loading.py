@@ -13,6 +13,7 @@ from cli import UserError, check_is_file, print_status, read_text
 from drafts.draft import Draft
 from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
 from drafts.heads import HeadsFile, MedusaDraft, describe_heads, make_heads, read_heads
+from drafts.mtp import MtpDraft
 from drafts.retrieval import RetrievalDraft
 from engine import check_prompt
 from formats import Quantization, QuantizedLinear, quantize_model, swap
@@ -88,6 +89,8 @@ class Drafts:
         drafts = []
         if "prompt-lookup" in kinds or "lookup" in kinds:
             drafts.append(RetrievalDraft(self.texts, lookup_name(self.options.draft)))
+        if "mtp" in kinds:
+            drafts.append(MtpDraft(model))
         if "medusa" in kinds:
             drafts.append(MedusaDraft(self.loader.install(make_heads(file, model))))
         if "int4-self" in kinds:

@@ -2,10 +2,12 @@
 
 The file is a GgufFile or an HfFiles, which read tensors by the names in the file. AssembledWeights
 knows from the model which of them are needed and in which shapes, and stacks q, k, v and gate, up.
-A tensor that is left over, missing or of the wrong shape is refused by name. families.py says how
-the tensors of each family are called.
+A tensor that is left over, missing or of the wrong shape is refused by name, but for those of a
+layer that only drafts tokens: without it, the model is the same. families.py says how the tensors
+of each family are called.
 """
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from checkpoint import check_finite, empty_model, layer_of
-from cli import UserError, and_more
+from cli import UserError, and_more, print_status
 from config import Config
 from formats import piece_rows
 from sources.families import Layout
@@ -40,9 +42,8 @@ def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
     """name in the file -> Destination, for each tensor that the model needs, in its order."""
     found = {}
     for target, tensor in empty_model(config).state_dict().items():
-        name_parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", target)
-        layer, ours, kind = name_parts.groups()
-        prefix = "" if layer is None else f"{layout.layer}{layer}."
+        module, _, kind = target.rpartition(".")
+        prefix, ours = prefix_of(module, config, layout)
         if f"{ours}.{kind}" in layout.whole_names:
             names = [layout.whole_names[f"{ours}.{kind}"]]
             ending = ""
@@ -57,6 +58,40 @@ def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
             shape = torch.Size([rows, *tensor.shape[1:]])
             found[f"{prefix}{name}{ending}"] = Destination(target, shape, layout.folds.get(name))
     return found
+
+
+def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
+    """How the names of a module's tensors begin in the file, and its key in Layout.names."""
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
+    if block is not None:
+        layer, ours = block.groups()
+        return f"{layout.layer}{layer}.", ours
+    if module.startswith("mtp.block."):
+        return layout.draft_block.format(config.n_layer), module.removeprefix("mtp.block.")
+    if module.startswith("mtp."):
+        return layout.draft_layer.format(config.n_layer), module
+    return "", module
+
+
+def with_draft_layer(path: Path, config: Config, layout: Layout, found: list[str]) -> Config:
+    """The Config of a model whose file has these tensors of a layer that drafts tokens (mtp). If the
+    layer is of another kind than mtp.DraftLayer, a line says that it is left out."""
+    if not found:
+        return config
+    if layout.draft_layer is None or config.recurrent is None:
+        why = "such a layer is supported in Qwen3.5 only"
+    else:
+        config_with = dataclasses.replace(config, mtp=True)
+        places = destinations(config_with, layout)
+        expected = {name for name, place in places.items() if place.target.startswith("mtp.")}
+        if expected == set(found):
+            return config_with
+        others = sorted(set(found) - expected)
+        missing = sorted(expected - set(found))
+        why = f"{and_more(others)} is not supported" if others else f"it lacks {and_more(missing)}"
+    tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+    print_status(f"{path}: left out: {tensors} of a layer that drafts tokens (mtp): {why}")
+    return config
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -28,6 +28,10 @@ class Layout:
 
     names: dict[str, list[str]]
     layer: str  # the prefix before a layer's number; ours is "blocks."
+    # The prefixes of the layer that drafts tokens (mtp.DraftLayer), and of its block; "{}" stands for
+    # the number of the model's other layers. None: files have no such layer.
+    draft_layer: str | None = None
+    draft_block: str | None = None
     # How names begin in some files -> how they should begin.
     prefixes: dict[str, str] = field(default_factory=dict)
     # Our tensor -> its whole name in the file, if that does not end with ".weight" or ".bias".
@@ -547,11 +551,18 @@ QWEN35_LAYOUT = Layout(
         "delta_net.conv": ["linear_attn.conv1d"],
         "delta_net.norm": ["linear_attn.norm"],
         "delta_net.out": ["linear_attn.out_proj"],
+        "mtp.embedding_norm": ["pre_fc_norm_embedding"],
+        "mtp.hidden_norm": ["pre_fc_norm_hidden"],
+        "mtp.proj": ["fc"],
+        "mtp.norm": ["norm"],
     },
     "model.layers.",
-    prefixes=MULTIMODAL_PREFIXES,
+    draft_layer="mtp.",
+    draft_block="mtp.layers.0.",
+    prefixes=MULTIMODAL_PREFIXES | {"model.mtp.": "mtp."},
     whole_names={"delta_net.decay.weight": "linear_attn.A_log", "delta_net.decay.bias": "linear_attn.dt_bias"},
     folds=dict.fromkeys(("input_layernorm", "post_attention_layernorm", "model.norm"), plus_one)
+    | dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), plus_one)
     | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), rotated_norm)
     | dict.fromkeys(("linear_attn.in_proj_qkv", "linear_attn.conv1d"), tiled_qkv)
     | dict.fromkeys(("linear_attn.in_proj_b", "linear_attn.in_proj_a", "linear_attn.dt_bias"), tiled_heads)
@@ -571,8 +582,14 @@ QWEN35_GGUF_LAYOUT = Layout(
         "delta_net.norm": ["ssm_norm"],
         "delta_net.out": ["ssm_out"],
         "mlp_norm": ["post_attention_norm"],
+        "mtp.embedding_norm": ["nextn.enorm"],
+        "mtp.hidden_norm": ["nextn.hnorm"],
+        "mtp.proj": ["nextn.eh_proj"],
+        "mtp.norm": ["nextn.shared_head_norm"],
     },
     "blk.",
+    draft_layer="blk.{}.",
+    draft_block="blk.{}.",
     whole_names={"delta_net.decay.weight": "ssm_a", "delta_net.decay.bias": "ssm_dt.bias"},
     folds={"attn_q": gated_queries} | dict.fromkeys(("attn_k", "attn_q_norm", "attn_k_norm"), rotated_keys),
 )

@@ -7,7 +7,6 @@ a checkpoint directory.
 
 import dataclasses
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cli import UserError, print_status
 from config import Config
 from formats import matrices
 from sources import hub, wheels
-from sources.assemble import AssembledWeights
+from sources.assemble import AssembledWeights, with_draft_layer
 from sources.families import Layout
 from sources.gguf_header import gguf_name, split_files
 from sources.hf_directory import HfFiles, hf_family, hf_tokenizer_files, vocabulary_size
@@ -81,6 +80,8 @@ def open_hf(directory: Path) -> Checkpoint:
     layout = family.layout
     if config.tied_embeddings:
         config, layout = correct_tied_head(config, file)
+    draft_tensors = [name for name in file.shapes() if is_of_draft_layer(name)]
+    config = with_draft_layer(directory, config, layout, draft_tensors)
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
 
@@ -96,8 +97,10 @@ def open_hf(directory: Path) -> Checkpoint:
 
     def open_weights() -> AssembledWeights:
         weights = AssembledWeights(directory, HfFiles(directory, layout), config, layout, unneeded)
-        print_left_out(directory, weights, is_other_modality, "other modalities")
-        print_left_out(directory, weights, is_of_draft_layer, "a layer that drafts tokens (mtp)")
+        count = sum(map(is_other_modality, weights.left_out))
+        if count:
+            tensors = "1 tensor" if count == 1 else f"{count} tensors"
+            print_status(f"{directory}: left out: {tensors} of other modalities")
         return weights
 
     read_tokenizer = partial(hf_tokenizer_files, directory)
@@ -105,16 +108,8 @@ def open_hf(directory: Path) -> Checkpoint:
 
 
 def is_of_draft_layer(name: str) -> bool:
-    """Whether a tensor belongs to the layer of Qwen3.5 that only drafts tokens."""
+    """Whether a tensor belongs to a layer that only drafts tokens."""
     return name.startswith("mtp.")
-
-
-def print_left_out(path: Path, weights: AssembledWeights, is_one: Callable, what: str):
-    """Print how many tensors are left out, if there are any, of the kind that `is_one` tells."""
-    count = sum(map(is_one, weights.left_out))
-    if count:
-        tensors = "1 tensor" if count == 1 else f"{count} tensors"
-        print_status(f"{path}: left out: {tensors} of {what}")
 
 
 def correct_tied_head(config: Config, file: HfFiles) -> tuple[Config, Layout]:
@@ -157,13 +152,14 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
     file = GgufFile(path)
     config = file.config()
     layout = file.family.gguf_layout
+    draft_tensors = [name for name in file.shapes() if file.is_of_draft_layer(name)]
+    config = with_draft_layer(path, config, layout, draft_tensors)
 
     def unneeded(name: str) -> bool:
         # The values of RoPE's tensors are in the Config.
         return name in ROPE_TENSORS or file.is_of_draft_layer(name)
 
     weights = AssembledWeights(path, file, config, layout, unneeded)
-    print_left_out(path, weights, file.is_of_draft_layer, "a layer that drafts tokens (mtp)")
     quantization = None
     if not dequantize:
         names = [name for name, _ in matrices(empty_model(config))]

@@ -1,12 +1,15 @@
 """Random requests, and an engine to which they come at random times."""
 
+import copy
 import random
 
 import torch
 from conftest import random_prompts
 
-from engine import Engine, Request
+from drafts.draft import Draft, Proposal
+from engine import Engine, EngineOptions, Request, generate
 from sampling import SamplingParams
+from speculative import Speculation
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -83,3 +86,67 @@ def masked_requests(n: int, seed: int = 0) -> list[Request]:
     for request in requests[::2]:
         request.grammar = NoMultiplesOfThree(chance.randrange(3, 20))
     return requests
+
+
+# ---------------------------------------------------------------- states that remember all tokens
+
+
+class NoisyDraft(Draft):
+    """Proposes the tokens that a fresh engine has found, some of them replaced."""
+
+    name = "noisy"
+
+    def __init__(self, choose: random.Random):
+        self.choose = choose
+        self.expected: dict[int, list[int]] = {}  # of each request
+
+    def propose(self, batch, k):
+        proposed = []
+        for row in batch.rows:
+            room = self.engine.length - 1 - len(row.tokens)
+            tokens = self.expected[id(row.request)][len(row.request.new_tokens) :][: min(k, room)]
+            proposed.append([7 if self.choose.random() < 0.3 else token for token in tokens])
+        return Proposal(proposed, k) if any(proposed) else None
+
+
+def random_request(choose: random.Random, texts: list[list[int]]) -> Request:
+    """A request that shares a prefix with one of these texts."""
+    text = choose.choice(texts)
+    cut = choose.choice([len(text), choose.randint(1, len(text)), max(1, len(text) - choose.randint(0, 20))])
+    prompt = text[:cut] + random_prompts((choose.randint(1, 25),), seed=choose.randint(0, 99))[0]
+    params = SamplingParams(temperature=choose.choice([0.0, 0.9]), seed=choose.randint(0, 99))
+    return Request(prompt[:180], params, choose.randint(0, 12))
+
+
+def fuzz_states(model, seed, make_draft=NoisyDraft):
+    """A random schedule: several rows, shared prefixes, edits of earlier turns, cancels, few or no snapshots, drafted
+    tokens of which some are rejected. Each answer is that of a fresh engine."""
+    choose = random.Random(seed)
+    draft = make_draft(choose)
+    options = EngineOptions(
+        chunk_tokens=choose.choice([1, 9, 40, None]),
+        always_chunk=choose.random() < 0.5,
+        snapshot_bytes=choose.choice([None, 0, 40_000, 200_000]),
+    )
+    fresh = copy.deepcopy(model)
+    decoding = Speculation([draft], choose.randint(1, 15), automatic=False) if choose.random() < 0.7 else None
+    engine = Engine(model, choose.choice([1, 2, 3]), 220, None, decoding, options)
+    texts = random_prompts((90, 41, 17, 3), seed=seed)
+    for _ in range(8):
+        batch = [random_request(choose, texts) for _ in range(choose.randint(1, 3))]
+        for request in batch:
+            expected = Request(request.prompt, request.params, request.max_new_tokens)
+            generate(Engine(fresh, 1, 220), [expected])
+            draft.expected[id(request)] = expected.new_tokens
+            engine.add(request)
+        for _ in range(choose.randint(0, 30)):
+            engine.step()
+        if choose.random() < 0.2:
+            engine.cancel(batch[0])
+        while engine.has_requests:
+            engine.step()
+        for request in batch:
+            expected = draft.expected[id(request)]
+            assert request.new_tokens == expected[: len(request.new_tokens)], (seed, request.cached_tokens)
+            assert request.finish_reason == "cancelled" or len(request.new_tokens) == len(expected)
+        texts += [request.prompt + request.new_tokens for request in batch]

@@ -12,14 +12,15 @@ import cli
 
 # Each file may import only files above it. Only main() may import what its own command needs.
 ORDER = """
-    cli config kernels positions layers recurrent model sampling formats
+    cli config kernels positions layers recurrent mtp model sampling formats
     cpu.memory cpu.threads cpu.build cpu.layers cpu.install kernels_triton tp
     tokenizer checkpoint writer ranks grammar
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
     sources.gguf_file sources.hub sources.wheels sources.names
     sources.assemble sources.opening convert_hf_checkpoint
     report engine compile
-    drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.loading speculative
+    drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.mtp drafts.loading
+    speculative
     load chat generate
     server.parameters server.tools server.tool_grammars server.answers server.pipe_messages server.request_fields
     server.constraints server.chat_prompts server.api server.responses server.anthropic server.openai_responses
@@ -35,7 +36,7 @@ OPTIONAL = [
     "tp ranks",
     "cpu",
     "kernels_triton",
-    "recurrent",
+    "recurrent mtp",
     "serve server grammar",
     "evaluate",
     "training",

@@ -59,15 +59,15 @@ def test_kernels_are_those_of_the_options(tiny, monkeypatch, kernels):
 ])  # fmt: skip
 def test_prompt_lookup_is_the_default_draft_of_conversations(line, looks_up):
     args = serve.parse_arguments(line.split())
-    assert args.model.lookup_by_default == looks_up and not (looks_up and args.model.speculates)
+    assert args.model.drafts_by_default == looks_up and not (looks_up and args.model.speculates)
     for chat in ("--chat", "--interactive"):
-        assert generate.parse_arguments([chat, *line.split()]).model.lookup_by_default == looks_up
-    assert not generate.parse_arguments(line.split()).model.lookup_by_default
+        assert generate.parse_arguments([chat, *line.split()]).model.drafts_by_default == looks_up
+    assert not generate.parse_arguments(line.split()).model.drafts_by_default
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
-    options = ModelOptions(device="cpu", kernels=kernels, lookup_by_default=True)
+    options = ModelOptions(device="cpu", kernels=kernels, drafts_by_default=True)
     engine = load.load_engine(open_directory(tiny("llama-mha")[2]), options, 1, 16)
     assert isinstance(engine.decoding, Speculation) == engine.model.backend.thread_invariant == (kernels == "auto")
 

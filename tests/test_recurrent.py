@@ -17,10 +17,11 @@ import torch
 import transformers
 from cases import NARROW, WIDE, delta_inputs, delta_state
 from conftest import ROOT, only_torch, random_prompts, save_random, tiny_config
+from schedules import fuzz_states
 
+from config import Config
 from convert_hf_checkpoint import convert
 from cpu.build import load_kernels
-from drafts.draft import Draft, Proposal
 from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization
 from kernels import DELTA_WINDOW, delta_chunks, delta_tokens, gated_delta, has_kernel
@@ -30,7 +31,6 @@ from quantize import quantize_checkpoint
 from recurrent import Snapshots, snapshot_slots
 from sampling import SamplingParams
 from sources.opening import open_gguf, open_hf
-from speculative import Speculation
 
 NEAR = 1e-5  # float32 sums in another order
 IMPLEMENTATIONS = {"torch": only_torch, "kernels": nullcontext}
@@ -349,11 +349,15 @@ def test_the_snapshot_that_is_worth_least_goes():
 
 def test_number_of_snapshots():
     size = 4 * 6 * 10 * 21 + 3 * (2 * 30 + 126) * 2
-    assert snapshot_slots(NARROW, 5, 9000, 0, torch.bfloat16, None) == 20
-    assert snapshot_slots(NARROW, 5, 9000, 77 * size, torch.bfloat16, None) == 77
-    assert snapshot_slots(NARROW, 5, 1300, 77 * size, torch.bfloat16, None) == 50
-    assert snapshot_slots(NARROW, 5, 9000, 77 * size, torch.bfloat16, 3 * size - 1) == 2
-    assert snapshot_slots(NARROW, 5, 9000, 77 * size, torch.bfloat16, 0) == 0
+    config = Config(3, 4, 2, 6, 35, 44, 97, 9000, delta_net=NARROW)
+    assert snapshot_slots(config, 5, 9000, 0, torch.bfloat16, None) == 20
+    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, None) == 77
+    assert snapshot_slots(config, 5, 1300, 77 * size, torch.bfloat16, None) == 50
+    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 3 * size - 1) == 2
+    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 0) == 0
+    config = replace(config, mtp=True)
+    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 3 * (size + 2 * 35)) == 3
+    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 3 * (size + 2 * 35) - 1) == 2
 
 
 # ---------------------------------------------------------------- the engine
@@ -486,78 +490,17 @@ def test_bits_of_a_quantized_model(tmp_path, name):
         torch.set_num_threads(threads)
 
 
-class NoisyDraft(Draft):
-    """Proposes the tokens that a fresh engine has found, some of them replaced."""
-
-    name = "noisy"
-
-    def __init__(self, choose: random.Random):
-        self.choose = choose
-        self.expected: dict[int, list[int]] = {}  # of each request
-
-    def propose(self, batch, k):
-        proposed = []
-        for row in batch.rows:
-            room = self.engine.length - 1 - len(row.tokens)
-            tokens = self.expected[id(row.request)][len(row.request.new_tokens) :][: min(k, room)]
-            proposed.append([7 if self.choose.random() < 0.3 else token for token in tokens])
-        return Proposal(proposed, k) if any(proposed) else None
-
-
-def random_request(choose: random.Random, texts: list[list[int]]) -> Request:
-    """A request that shares a prefix with one of these texts."""
-    text = choose.choice(texts)
-    cut = choose.choice([len(text), choose.randint(1, len(text)), max(1, len(text) - choose.randint(0, 20))])
-    prompt = text[:cut] + random_prompts((choose.randint(1, 25),), seed=choose.randint(0, 99))[0]
-    params = SamplingParams(temperature=choose.choice([0.0, 0.9]), seed=choose.randint(0, 99))
-    return Request(prompt[:180], params, choose.randint(0, 12))
-
-
-def fuzz(model, seed):
-    """A random schedule: several rows, shared prefixes, edits of earlier turns, cancels, few or no snapshots, drafted
-    tokens of which some are rejected. Each answer is that of a fresh engine."""
-    choose = random.Random(seed)
-    draft = NoisyDraft(choose)
-    options = EngineOptions(
-        chunk_tokens=choose.choice([1, 9, 40, None]),
-        always_chunk=choose.random() < 0.5,
-        snapshot_bytes=choose.choice([None, 0, 40_000, 200_000]),
-    )
-    fresh = copy.deepcopy(model)
-    decoding = Speculation([draft], choose.randint(1, 15), automatic=False) if choose.random() < 0.7 else None
-    engine = Engine(model, choose.choice([1, 2, 3]), 220, None, decoding, options)
-    texts = random_prompts((90, 41, 17, 3), seed=seed)
-    for _ in range(8):
-        batch = [random_request(choose, texts) for _ in range(choose.randint(1, 3))]
-        for request in batch:
-            expected = Request(request.prompt, request.params, request.max_new_tokens)
-            generate(Engine(fresh, 1, 220), [expected])
-            draft.expected[id(request)] = expected.new_tokens
-            engine.add(request)
-        for _ in range(choose.randint(0, 30)):
-            engine.step()
-        if choose.random() < 0.2:
-            engine.cancel(batch[0])
-        while engine.has_requests:
-            engine.step()
-        for request in batch:
-            expected = draft.expected[id(request)]
-            assert request.new_tokens == expected[: len(request.new_tokens)], (seed, request.cached_tokens)
-            assert request.finish_reason == "cancelled" or len(request.new_tokens) == len(expected)
-        texts += [request.prompt + request.new_tokens for request in batch]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_schedules_change_no_token(model, seed):
-    fuzz(model, seed)
+    fuzz_states(model, seed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("start", range(4, 504, 50))
 def test_many_schedules_change_no_token(model, start):
     for seed in range(start, start + 50):
-        fuzz(model, seed)
+        fuzz_states(model, seed)
 
 
 @pytest.mark.parametrize("name, kind", WITHOUT_ATTENTION)

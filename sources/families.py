@@ -610,6 +610,7 @@ LFM2_LAYOUT = Layout(
         "mlp.down": ["feed_forward.w2"],
     },
     "model.layers.",
+    prefixes=MULTIMODAL_PREFIXES,
 )
 LFM2_GGUF_LAYOUT = Layout(
     GGUF_NAMES
@@ -684,7 +685,7 @@ RECORDS = [
     ),
     Family(
         "lfm2",
-        ["Lfm2ForCausalLM"],
+        ["Lfm2ForCausalLM", "Lfm2VlForConditionalGeneration"],
         lfm2_fields,
         defaults={
             "intermediate_size": 12288,
@@ -693,6 +694,7 @@ RECORDS = [
             "tie_word_embeddings": True,
             "max_position_embeddings": 128000,
         },
+        multimodal="lfm2_vl",
         layout=LFM2_LAYOUT,
         gguf_architecture="lfm2",
         gguf_layout=LFM2_GGUF_LAYOUT,

@@ -62,8 +62,10 @@ def text_fields(values: dict) -> dict:
     for family in FAMILIES.values():
         is_named = family.multimodal is not None and family.multimodal == values.get("model_type")
         if is_named and isinstance(text, dict):
-            names = ("architectures", "tie_word_embeddings", "quantization_config")
+            names = ("architectures", "tie_word_embeddings", "tie_embedding", "quantization_config")
             outside = {name: values[name] for name in names if name in values}
+            # LFM2's name of tie_word_embeddings, for which transformers does not look in text_config.
+            text = {name: value for name, value in text.items() if name != "tie_embedding"}
             return {"model_type": family.model_type} | text | outside
     return values
 

@@ -277,6 +277,7 @@ MULTIMODAL = {
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "gemma3_text": (transformers.Gemma3Config, {"model_type": "siglip_vision_model"}),
     "qwen3_5_text": (transformers.Qwen3_5Config, {"model_type": "qwen3_5"}),
+    "lfm2": (transformers.Lfm2VlConfig, {"model_type": "siglip2_vision_model", "num_patches": 4}),
 }
 
 
@@ -290,11 +291,38 @@ def save_multimodal(name, directory):
     return save_random(kind(**ours), directory, seed=5)
 
 
-@pytest.mark.parametrize("name", ["mistral-gqa", "ministral3-window", "gemma3-untied", "qwen35-grouped"])
+MULTIMODAL_NAMES = ["mistral-gqa", "ministral3-window", "gemma3-untied", "qwen35-grouped", "lfm2-tied", "lfm2-biased"]
+
+
+@pytest.mark.parametrize("name", MULTIMODAL_NAMES)
 def test_the_language_model_of_a_multimodal_directory(tmp_path, name):
     oracle = save_multimodal(name, tmp_path)
     [prompt] = random_prompts((41,), seed=4)
     model = load_model(open_hf(tmp_path), dtype=torch.float32)
+    assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
+
+
+def test_lfm2_with_images_and_the_names_of_other_files(tmp_path, capsys):
+    """transformers does not look for tie_embedding in text_config."""
+    oracle = save_multimodal("lfm2-tied", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.language_model.", "language_model.model."): one for name, one in state.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    others = sum(not name.startswith("language_model.") for name in renamed)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["text_config"]["tie_embedding"] = False
+    for name in ("tie_word_embeddings", "tie_embedding"):
+        fields.pop("tie_word_embeddings")
+        fields[name] = True
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert transformers.AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
+        model = load_model(open_hf(tmp_path), dtype=torch.float32)
+        assert f"left out: {others} tensors of other modalities" in capsys.readouterr().err
+        assert model.config.tied_embeddings
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_embedding": False}))
+    assert not transformers.AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
+    assert not open_hf(tmp_path).config.tied_embeddings
+    [prompt] = random_prompts((41,), seed=4)
     assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from server.parameters import Types, ValueText
+from server.python_calls import ARGUMENT_START, PythonArguments
 from server.tools import NAME_PATTERN, ToolFormat
 from tokenizer import StopSearch, start_of_partial
 
@@ -75,6 +76,10 @@ FENCE = re.compile(r"(?:```(?:json)?\s*)?")  # the opening of a code block, or n
 CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # first keys of calls
 MAX_NAME_AND_MIDDLE = 200  # characters
 MAX_KEY = 300  # characters of a key and the mark after it
+# The beginning of a call that is written as in Python, up to its first argument.
+PYTHON_START = re.compile(rf"({NAME_PATTERN})\s{{0,9}}\(\s{{0,99}}(?={ARGUMENT_START})")
+MAX_PYTHON_START = 500  # characters that PYTHON_START may match
+MAYBE_PYTHON_START = re.compile(rf"(?:{NAME_PATTERN})?\s*(?:\(|$)")
 
 
 class AnswerParser:
@@ -115,6 +120,7 @@ class AnswerParser:
         self.types: Mapping[str, Types] = {}  # of the arguments of the current call
         self.value = ValueText(None)  # of the current argument
         self.is_first = True  # no argument of the current call has been read
+        self.python = PythonArguments(())  # of the current call, if it is written as in Python
 
         self.openers: tuple[str, ...] = ()
         self.closers: tuple[str, ...] = ()
@@ -149,7 +155,7 @@ class AnswerParser:
         is_cut: the limit of tokens has ended the answer, so a call that has just begun is dropped.
         """
         self.ended = True
-        before_call = (self._read_opening, self._read_name, self._read_object)
+        before_call = (self._read_opening, self._read_name, self._read_object, self._read_python_call)
         if is_cut and self.read in before_call and not self.is_bare:
             self.text = ""
             self.held = ""
@@ -314,19 +320,23 @@ class AnswerParser:
     # ------------------------------------------------------------ calls
 
     def _read_opening(self) -> bool:
-        """Read what follows a mark: an object, or an array of objects."""
+        """Read what follows a mark: an object or a call as in Python, or an array of these."""
         stripped = self.text.lstrip()
         if not stripped and not self.ended:
             return False
         begins_array = stripped.startswith("[") and not self.in_array
-        if not stripped.startswith("{") and not begins_array:
+        begins_object = stripped.startswith("{")
+        if not begins_object and not begins_array and not self.format.is_python:
             return self._refuse("")
         self.held += self._take(len(self.text) - len(stripped))
         if begins_array:
             self.held += self._take(1)
             self.in_array = True
             return True
-        return self._begin_object()
+        if begins_object:
+            return self._begin_object()
+        self.read = self._read_python_call
+        return True
 
     def _begin_object(self) -> bool:
         self.scanner = JsonScanner(0, self.closers)
@@ -536,6 +546,46 @@ class AnswerParser:
         self.read = self._read_parameter
         return True
 
+    # ------------------------------------------------------------ calls as in Python
+
+    def _read_python_call(self) -> bool:
+        """Read a name and the parenthesis before the arguments."""
+        start = PYTHON_START.match(self.text)
+        may_follow = MAYBE_PYTHON_START.match(self.text) and len(self.text) < MAX_PYTHON_START
+        if start is None and may_follow and not self.ended:
+            return False
+        if start is None or start[1] not in self.syntax.names:
+            return self._refuse("")
+        self._take(start.end())
+        if not self._begin_call(start[1]):
+            return False
+        self.python = PythonArguments(self.closers)
+        self.read = self._read_python_arguments
+        return True
+
+    def _read_python_arguments(self) -> bool:
+        taken, is_over = self.python.read(self.text, self.ended)
+        self._take(taken)
+        self._add_arguments(self.python.take_json())
+        if not is_over:
+            return False
+        if self.python.is_broken:
+            self.read = self._read_broken_arguments
+            return True
+        if self.python.is_complete:  # otherwise a mark that ends calls has cut them off
+            self.whole_calls += 1
+        return self._end_call()
+
+    def _read_broken_arguments(self) -> bool:
+        """Pass on what could not be read as it is, up to a mark that ends calls. The arguments stay
+        incomplete."""
+        before, mark = self._take_until(self.closers)
+        self._add_arguments(before)
+        if not mark:
+            return False
+        self.text = mark + self.text
+        return self._end_call()
+
     def _end_call(self) -> bool:
         is_last = self.calls == self.syntax.max_calls
         self.read = self._read_nothing if is_last else self._read_after_call
@@ -564,6 +614,9 @@ class AnswerParser:
             self.text = stripped
             self.is_bare = False
             return self._begin_object()
+        elif self.format.is_python and not self.is_closed:
+            self.held = self._take(len(self.text) - len(stripped))
+            self.read = self._read_python_call
         else:
             self.read = self._read_content
         return True

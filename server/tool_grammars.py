@@ -1,8 +1,9 @@
 """Grammars that make a model write calls of tools that fit their schemas.
 
 Read down: literal and text_until, expressions of a Lark grammar; ToolGrammar, the expressions for
-calls; ParameterRules, the rules for arguments that are written one by one. tools.py describes how a
-model writes calls, and grammar.py how masks follow a grammar.
+calls; ParameterRules, the rules for arguments that are written one by one. python_grammars.py has
+those for arguments as in Python. tools.py describes how a model writes calls, and grammar.py how
+masks follow a grammar.
 """
 
 import json
@@ -10,6 +11,7 @@ import re
 
 from grammar import schema_rule
 from server.parameters import (
+    DEFINITIONS,
     MAX_DEPTH,
     STRING,
     ParameterFormat,
@@ -18,6 +20,7 @@ from server.parameters import (
     properties_of,
     types_of,
 )
+from server.python_grammars import PythonRules
 from server.tools import ID_PATTERN, PROBE_ID, Tool, ToolFormat
 
 
@@ -57,6 +60,9 @@ class ToolGrammar:
         texts: dict[str, str] = {}
         for i, tool in enumerate(tools):
             calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
+            if format.is_python:
+                rules += PythonRules(tool.schema, i, not tool.strict).lines()
+                continue
             if format.parameters is not None:
                 rules.append(ParameterRules(format.parameters, tool, i, special, texts).rule)
                 continue
@@ -96,7 +102,6 @@ class ToolGrammar:
 # ---------------------------------------------------------------- arguments one by one
 
 ANY_TEXT = r"(.|\n)*"
-DEFINITIONS = ("$defs", "definitions", "$schema")  # of a whole schema, which its parts need
 MAX_REPEATS = 10_000  # longer texts are not limited
 
 

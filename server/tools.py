@@ -9,20 +9,23 @@ Every format that is supported writes a call as
     prefix NAME middle ARGUMENTS suffix
 
 where ARGUMENTS is a JSON object, or arguments that are written one by one as parameters.py
-describes. `begin` comes before the first call of an answer, `between` between two calls, and `end`
-after the last one. For Qwen3, the prefix is '<tool_call>\\n{"name": "', the middle
-'", "arguments": ' and the suffix '}\\n</tool_call>'. For Qwen3.5, they are
-'<tool_call>\\n<function=', '>\\n' and '</function>\\n</tool_call>'.
+describes, or as Python does (python_calls.py). `begin` comes before the first call of an answer,
+`between` between two calls, and `end` after the last one. For Qwen3, the prefix is
+'<tool_call>\\n{"name": "', the middle '", "arguments": ' and the suffix '}\\n</tool_call>'. For
+Qwen3.5, they are '<tool_call>\\n<function=', '>\\n' and '</function>\\n</tool_call>'. For LFM2, they
+are '', '(' and ')'.
 """
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from os.path import commonprefix
 
 from cli import UserError
 from server.parameters import ParameterFormat, spaced_pattern
+from server.python_calls import python_arguments
 from tokenizer import THINKING_MARKS, ChatTemplate, Tokenizer
 
 NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # a function's name: Anthropic's limit, OpenAI's is 64
@@ -53,7 +56,8 @@ class ToolFormat:
     begin: str = ""
     between: str | None = None  # None: an answer has at most one call
     end: str = ""
-    parameters: ParameterFormat | None = None  # None: the arguments are a JSON object
+    parameters: ParameterFormat | None = None  # None: the arguments are not written one by one
+    is_python: bool = False  # as f(x=1); a model may write a JSON object instead
     # Marks before a call that the model may write, although the template does not.
     more_openers: tuple[str, ...] = ()
     null_content: bool = False  # the content of a message with calls must be null
@@ -65,6 +69,8 @@ class ToolFormat:
     @property
     def keys(self) -> tuple[str, str] | None:
         """The keys of a call's name and arguments; None if a call is not a JSON object."""
+        if self.is_python:
+            return "name", "arguments"
         name = re.search(r'\{\s*"(\w+)"\s*:\s*"$', self.prefix)
         arguments = re.fullmatch(r'"\s*,\s*"(\w+)"\s*:\s*', self.middle)
         if name is None or arguments is None:
@@ -82,6 +88,8 @@ class ToolFormat:
         text stands before the name, or its first mark if arguments are written one by one."""
         if self.parameters is not None:
             return re.match(r"\s*(\S*)", text)[1]
+        if self.is_python:
+            return text.removesuffix("[")
         if self.keys is not None:
             text = re.sub(r'\[?\s*\{\s*"\w+"\s*:\s*"$', "", text)
         return text.strip()
@@ -91,6 +99,8 @@ class ToolFormat:
         """The marks after a call."""
         if self.parameters is not None:  # the first one ends the arguments
             return tuple((self.suffix + "\n" + self.end).split())
+        if self.is_python:
+            return (self.end.removeprefix("]"),)
         marks = [re.sub(r"^[^<\[]*[}\]]", "", text).strip() for text in (self.suffix, self.end)]
         return tuple(mark for mark in marks if mark)
 
@@ -132,6 +142,8 @@ class ToolFormat:
         """The text of calls, given as (name, arguments as JSON text), if a call has these."""
         texts = []
         for name, arguments in calls:
+            if self.is_python:
+                arguments = python_arguments(json_object(arguments))
             texts.append(self.prefix + name + self.middle + arguments + self.suffix)
         between = self.between or "\n"
         return self.begin + between.join(texts) + self.end
@@ -142,6 +154,14 @@ def json_text(arguments) -> str:
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def json_object(text: str) -> dict:
+    """The object that a JSON text describes. Any other text becomes an object with this text."""
+    value = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 HERMES = ToolFormat(
@@ -161,6 +181,17 @@ GRANITE = ToolFormat(
     in_content=True,
 )
 PHI = replace(GRANITE, end="]<|/tool_call|>")
+LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
+LFM2 = ToolFormat(
+    prefix="",
+    middle="(",
+    suffix=")",
+    begin=LFM2_MARKS[0] + "[",
+    between=", ",
+    end="]" + LFM2_MARKS[1],
+    is_python=True,
+    in_content=True,
+)
 # The formats of models whose templates do not write calls. A template has the format of the first
 # of these marks that it contains.
 KNOWN_FORMATS = {
@@ -168,6 +199,7 @@ KNOWN_FORMATS = {
     "<|tool_call|>": GRANITE,  # Granite 3
     "<tool_call>": HERMES,  # SmolLM3
     "<|tool|>": PHI,  # Phi-4-mini
+    "<|tool_list_start|>": LFM2,
 }
 
 # ---------------------------------------------------------------- finding a model's format
@@ -201,12 +233,27 @@ def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
                 writes_text=PROBE_CONTENT in probe.render_calls([PROBE_CONTENT]),
             )
 
-    without_calls = Probe(template, place, False, False).render(1)
-    if without_calls and PROBE_NAMES[0] not in without_calls:
+    probe = Probe(template, place, False, False)
+    rendered = probe.render(1)
+    if writes_python(rendered):
+        writes_text = PROBE_CONTENT in probe.render_calls([PROBE_CONTENT])
+        return replace(LFM2, in_content=False, tools_in=place, writes_text=writes_text)
+    if rendered and PROBE_NAMES[0] not in rendered:
         for mark, known in KNOWN_FORMATS.items():
             if mark in template.source:
                 return replace(known, tools_in=place)
+        # Templates of LFM2.5 may have no marks at all. They write the content as it is.
+        if set(LFM2_MARKS) <= set(template.tokenizer.vocabulary.tokens()):
+            return replace(LFM2, tools_in=place)
     return None
+
+
+def writes_python(text: str) -> bool:
+    """Whether a text that Probe.render has written has a call in the format LFM2. Templates write
+    strings with quotes of either kind, and do not escape them."""
+    name = PROBE_NAMES[0]
+    calls = [LFM2.begin + f"{name}({PROBE_KEYS[0]}={quote}{name}{quote})" + LFM2.end for quote in "\"'"]
+    return any(call in text for call in calls)
 
 
 def find_place(template: ChatTemplate) -> str | None:

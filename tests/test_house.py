@@ -22,9 +22,10 @@ ORDER = """
     drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.mtp drafts.loading
     speculative
     load chat generate
-    server.parameters server.tools server.tool_grammars server.answers server.pipe_messages server.request_fields
-    server.constraints server.chat_prompts server.api server.responses server.anthropic server.openai_responses
-    server.metrics server.engine_client server.error_responses server.access server.connections server.http_server serve
+    server.parameters server.python_calls server.python_grammars server.tools server.tool_grammars server.answers
+    server.pipe_messages server.request_fields server.constraints server.chat_prompts server.api server.responses
+    server.anthropic server.openai_responses server.metrics server.engine_client server.error_responses server.access
+    server.connections server.http_server serve
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them

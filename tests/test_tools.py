@@ -28,8 +28,19 @@ from server.pipe_messages import Update
 from server.request_fields import ApiError, FieldReader
 from server.responses import ResponseBuilder
 from server.tool_grammars import ToolGrammar
-from server.tools import GRANITE, HERMES, NAME_PATTERN, PHI, PROBE_ID, Tool, ToolFormat
-from tokenizer import Tokenizer, read_tokenizer_files
+from server.tools import (
+    GRANITE,
+    HERMES,
+    LFM2,
+    LFM2_MARKS,
+    NAME_PATTERN,
+    PHI,
+    PROBE_ID,
+    Tool,
+    ToolFormat,
+    find_tool_format,
+)
+from tokenizer import ChatTemplate, Tokenizer, read_tokenizer_files
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 # Small templates in the form of families that are not among the files.
@@ -110,11 +121,43 @@ ID_TEMPLATE = """{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.id }}<|args|>{{ c.function.arguments | tojson }}<|/call|>
 {%- endfor %}<|im_end|>
 {% endfor %}"""
+# LFM2's ignore calls, and write the content as it is. Only the older form has marks, and not those of calls.
+LFM2_TEMPLATE = """{{- bos_token -}}
+{%- if tools %}<|im_start|>system
+List of tools: <|tool_list_start|>{{ tools | tojson }}<|tool_list_end|><|im_end|>
+{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'tool' %}<|tool_response_start|>{{ m.content }}<|tool_response_end|>
+    {%- else %}{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}
+    {%- endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LFM25_TEMPLATE = LFM2_TEMPLATE
+for mark in ("<|tool_list_start|>", "<|tool_list_end|>", "<|tool_response_start|>", "<|tool_response_end|>"):
+    LFM25_TEMPLATE = LFM25_TEMPLATE.replace(mark, "")
+# The newest form writes calls, but does not escape the quotes in strings.
+LFM25_CALLS = """
+{%- macro value(one) %}{% if one is string %}{{ '"' + one + '"' }}{% elif one is mapping %}{{ one | tojson }}
+    {%- else %}{{ one | string }}{% endif %}{% endmacro -%}
+{%- macro listed(calls) %}{% set n = namespace(calls=[]) %}
+    {%- for call in calls %}{% set arguments = namespace(texts=[]) %}
+        {%- for key, one in call.function.arguments.items() %}
+            {%- set arguments.texts = arguments.texts + [key + '=' + value(one)] %}
+        {%- endfor %}
+        {%- set n.calls = n.calls + [call.function.name + '(' + (arguments.texts | join(', ')) + ')'] %}
+    {%- endfor %}<|tool_call_start|>[{{ n.calls | join(', ') }}]<|tool_call_end|>{% endmacro -%}
+"""
+LFM25_CALLS += LFM25_TEMPLATE.replace(
+    "<|im_end|>\n{% endfor",
+    """
+    {%- if m.tool_calls is defined %}{{ listed(m.tool_calls) }}{% endif %}<|im_end|>\n{% endfor""",
+)
 TOOL_SOURCES = {"hermes-3": (TEMPLATES / "hermes-3-tool-use.jinja").read_text(encoding="utf-8")}
 SOURCES = {
     "hermes-3": (TEMPLATES / "openhermes-2.5.jinja").read_text(encoding="utf-8"),
     "phi-4-mini": PHI_TEMPLATE, "smollm3": SMOLLM3_TEMPLATE, "mistral-args": ARGS_TEMPLATE,
     "deepseek": DEEPSEEK_TEMPLATE, "command-r": COMMAND_R_TEMPLATE, "xml": XML_TEMPLATE, "glm": GLM_TEMPLATE,
+    "lfm2": LFM2_TEMPLATE, "lfm2.5": LFM25_TEMPLATE, "lfm2.5-calls": LFM25_CALLS,
 } | {name: (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in (
     "qwen2.5", "qwen3", "qwen3.5", "qwen3-coder", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3",
     "openhermes-2.5", "gemma-2",
@@ -131,6 +174,9 @@ FORMATS = {
         "<tool_call>", "\n", "</tool_call>", between="\n", writes_text=False,
         parameters=ParameterFormat("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
+    "lfm2": LFM2,
+    "lfm2.5": LFM2,
+    "lfm2.5-calls": replace(LFM2, in_content=False, writes_text=False),
     "hermes-3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     "phi-4-mini": replace(PHI, tools_in="system"),
     "smollm3": replace(HERMES, tools_in="xml_tools"),
@@ -152,11 +198,12 @@ FORMATS = {
         begin="\nAction:\n```json\n[", between=",", end="\n]```",
     ),
 }  # fmt: skip
-JSON_FORMATS = [name for name, format in FORMATS.items() if format.parameters is None]
+PYTHON_FORMATS = [name for name, format in FORMATS.items() if format.is_python]
+JSON_FORMATS = [name for name, format in FORMATS.items() if format.parameters is None and not format.is_python]
 ONE_BY_ONE = [name for name, format in FORMATS.items() if format.parameters is not None]
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
 SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>"]
-SPECIAL += ["<|START|>", "<|MIDDLE|>", "<|END|>"]
+SPECIAL += ["<|START|>", "<|MIDDLE|>", "<|END|>", *LFM2_MARKS]
 NAMES = ["get_weather", "f", "A-b_9"]
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/$defs/y"}}, "required": ["x"]}
 POINT |= {"$defs": {"y": {"enum": ["ä", "bc"]}}, "additionalProperties": False}
@@ -197,15 +244,20 @@ def compiler(files):
     return GrammarTokenizer(Tokenizer(files), 720, [1])
 
 
-def test_formats_are_found_from_templates(served):
+def test_formats_are_found_from_templates(served, checkpoints):
+    """And from the vocabulary, if a template without any mark may be LFM2.5's."""
     assert {name: served(name).chat.tool_format for name in SOURCES if name in FORMATS} == FORMATS
     assert {name: served(name).chat.tool_format for name in SOURCES if name not in FORMATS} == {
         "openhermes-2.5": None, "gemma-2": None,
     }  # fmt: skip
     others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}", ID_TEMPLATE)
-    assert [served(source).chat.tool_format for source in others] == [None] * 4
+    for source in others:
+        plain = read_tokenizer_files(checkpoints[None])  # whose vocabulary has no marks of calls
+        plain.template = source
+        assert find_tool_format(ChatTemplate(plain, Tokenizer(checkpoints[None]))) is None
+    assert [served(source).chat.tool_format for source in others] == [LFM2, None, None, None]
     thinking = [name for name in SOURCES if served(name).chat.thinking]
-    assert thinking == ["smollm3", "glm", "qwen3", "qwen3.5", "granite-3.3"]
+    assert thinking == ["smollm3", "glm", "lfm2", "lfm2.5", "lfm2.5-calls", "qwen3", "qwen3.5", "granite-3.3"]
 
 
 # ---------------------------------------------------------------- the parser
@@ -706,6 +758,7 @@ def test_special_tokens_of_calls_are_shown(served):
     assert shown("mistral-nemo", {}) == {"[TOOL_CALLS]"} and shown("mistral-nemo", {"tools": []}) == set()
     assert shown("phi-4-mini", {}) == {"<|tool_call|>", "<|/tool_call|>"}
     assert shown("llama-3.1", {}) == {"<|python_tag|>"} and shown("qwen3", {}) == set()
+    assert shown("lfm2", {}) == shown("lfm2.5-calls", {}) == set(LFM2_MARKS) and shown("lfm2", {"tools": []}) == set()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -863,7 +916,7 @@ def test_allowed_tools(served, compiler):
 
 
 def test_names_of_128_characters(served, compiler):
-    for name in ("qwen2.5", "mistral-args", "llama-3.1", "deepseek"):
+    for name in ("qwen2.5", "mistral-args", "llama-3.1", "deepseek", "lfm2"):
         model, long = served(name), "n" * 128
         body = {"tools": [function(long, POINT)], "tool_choice": "required"}
         text = rendered_answer(model, "", [(long, {"x": 1})])

@@ -1,0 +1,422 @@
+"""Calls that are written as in Python (LFM2's): values, pieces of them, and the grammars that they fit.
+
+The oracles are Python, which writes and reads literals, the template, which writes what is parsed again,
+and jsonschema
+for what the masks let through.
+"""
+
+import ast
+import json
+import random
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemas import random_schema
+from scripted import ScriptedEngine, app_settings
+from scripted import events_of as scripted_events
+from servers import KEY
+from starlette.testclient import TestClient
+from test_anthropic import streamed_message
+from test_parameters import an_object, random_text, source_of
+from test_tools import (
+    BESIDE,
+    NAMES,
+    QUESTION,
+    REQUEST,
+    SOURCES,
+    VALUES,
+    answered,
+    content,
+    cut,
+    events_of,
+    fits,
+    function,
+    rendered_answer,
+)
+from test_tools import compiler as compiler  # fixtures
+from test_tools import files as files
+from test_tools import served as served
+
+from server import http_server
+from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins
+from server.python_calls import PythonArguments, python_text
+from server.request_fields import FieldReader
+from server.tools import LFM2, LFM2_MARKS, Tool
+
+BEGIN, END = LFM2_MARKS
+SYNTAX = AnswerSyntax(tools=LFM2, names=frozenset(NAMES))
+PLACES = st.lists(st.integers(0, 300), max_size=12)
+
+
+def arguments_of(text: str, pieces: list[str] | None = None) -> str:
+    """The JSON text of a call's arguments, which are written as this text."""
+    pieces = [f"{BEGIN}[f({text})]{END}"] if pieces is None else pieces
+    (begins, *rest) = events_of(SYNTAX, pieces)
+    assert begins == (CallBegins, 0, "f")
+    ((kind, _, arguments),) = rest
+    assert kind is CallArguments
+    return arguments
+
+
+# ---------------------------------------------------------------- values
+
+KEYS = st.text(max_size=5) | st.sampled_from(
+    ["first-name", "a b", " a", "a ", "a=b", "*a", "**", "", "ä", "x" * 250, '"']
+)
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES, max_size=3)), min_size=1, max_size=3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(CALLS, BESIDE, BESIDE, PLACES)
+def test_what_is_written_is_parsed_as_these_calls(calls, before, after, places):
+    """Any arguments of calls, beside any text, however the answer is cut."""
+    text = before + LFM2.write([(name, json.dumps(arguments)) for name, arguments in calls]) + after
+    found = events_of(SYNTAX, [text])
+    assert found == events_of(SYNTAX, cut(text, places)) == events_of(SYNTAX, list(text))
+    names = [event[2] for event in found if event[0] is CallBegins]
+    arguments = [json.loads(event[2]) for event in found if event[0] is CallArguments]
+    assert json.dumps(list(zip(names, arguments))) == json.dumps(calls)  # in which 1 and true are not equal
+    said = "".join(event[2] for event in found if event[0] not in (CallBegins, CallArguments))
+    assert "".join(said.split()) == "".join((before + after).split())
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALUES, PLACES)
+def test_literals_that_python_writes_and_reads(value, places):
+    """With quotes of either kind, and with escapes of all characters or of those that cannot be printed."""
+    for literal in (repr(value), ascii(value), python_text(value)):
+        text = f"{BEGIN}[f(a={literal})]{END}"
+        arguments = arguments_of("", [text])
+        assert arguments == arguments_of("", cut(text, places)) == arguments_of("", list(text))
+        assert arguments == json.dumps({"a": ast.literal_eval(literal)}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "literal",
+    [
+        r'"\x41\u00e4\U0001F600\101\0\7"', r'"\a\b\f\n\r\t\v\\\'\""', r"'\q\8 \. \xg \u12'", '"a\\\nb"',
+        '"\\U00110000"',
+        '"""a"b\'c\n"""', "'''a'b'''", '""""a"""', '""', "''", '""""""', "'\\''", '"\\\\"', "-5", "+5", "1_000",
+        "0", "5.",
+        ".5", "-0.0", "1e5", "1.5E-7", "-.5e+3", "9" * 200, "[ ]", "{ }", "[1,\n 2 , ]", "{'a' : 1 , }",
+        "[[{}], {'a': []}]",
+        "True", "None", "[False, None]", " 5 ",
+    ],
+)  # fmt: skip
+def test_literals(literal):
+    try:
+        expected = ast.literal_eval(literal.strip())
+    except SyntaxError:  # an escape that is cut off stays as it is
+        expected = literal[1:-1]
+    text = f"{BEGIN}[f(a={literal})]{END}"
+    assert json.loads(arguments_of("", [text])) == json.loads(arguments_of("", list(text))) == {"a": expected}
+    assert type(json.loads(arguments_of(f"a={literal}"))["a"]) is type(expected)
+
+
+def test_what_is_not_python_but_was_meant():
+    for text, expected in (
+        ("a=true, b=false, c=null", {"a": True, "b": False, "c": None}),
+        ('a=\'It\'s\', b="a "b" c"', {"a": "It's", "b": 'a "b" c'}),  # quotes that are not escaped
+        ("a={'b': 'It's'}, c=['It's', 1]", {"a": {"b": "It's"}, "c": ["It's", 1]}),
+        ("a='x\ny'", {"a": "x\ny"}),
+        (r'a="\/\ud83d\ude00"', {"a": "/\U0001f600"}),  # escapes of JSON
+        ("a=007, a-b=1, a b=2, größe=3", {"a": 7, "a-b": 1, "a b": 2, "größe": 3}),
+        ("a={1: 2, None: 3, True: 4, 1.5: 5}", {"a": {"1": 2, "null": 3, "true": 4, "1.5": 5}}),
+        ('**{"a=b": 1, "": 2}, c=3, ** {}', {"a=b": 1, "": 2, "c": 3}),
+        ("**{}, c=3,", {"c": 3}),
+        ("\n  a = 1,\n  b = [\n 2 ]\n", {"a": 1, "b": [2]}),
+    ):
+        whole = f"{BEGIN}[f({text})]{END}"
+        assert json.loads(arguments_of(text)) == json.loads(arguments_of("", list(whole))) == expected
+    assert arguments_of(r'a="\ud800"') == r'{"a": "\ud800"}'  # text cannot have one surrogate alone
+
+
+# ---------------------------------------------------------------- what models write
+
+CALL = [(CallBegins, 0, "f"), (CallArguments, 0, '{"a": 1}')]
+SECOND = [(CallBegins, 1, "get_weather"), (CallArguments, 1, "{}")]
+OBJECT = '{"name": "f", "arguments": {"a": 1}}'
+
+
+def cut_call(arguments: str) -> list[tuple]:
+    return [(CallBegins, 0, "f"), (CallArguments, 0, arguments)]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (f"{BEGIN}[f(a=1)]{END}", CALL),
+        (f" Sure.\n{BEGIN}[f(a=1), get_weather()]{END}\nDone. ",
+         [content(" Sure.\n"), *CALL, *SECOND, content("\nDone. ")]),
+        (f"{BEGIN}[f(a=1)]{END}{BEGIN}[get_weather()]{END}", CALL + SECOND),
+        (f"{BEGIN}\n[\n  f ( a=1 ) ,\n  get_weather()\n]\n{END}", CALL + SECOND),
+        (f"{BEGIN}f(a=1){END}", CALL),  # without the brackets of a list, without commas, without the last mark
+        (f"{BEGIN}f(a=1)\nget_weather(){END}x", CALL + SECOND + [content("x")]),
+        (f"{BEGIN}[f(a=1)]", CALL),
+        (f"{BEGIN}[f(a=1)", CALL),
+        (f"{BEGIN}[{OBJECT}]{END}.", [*CALL, content(".")]),  # JSON
+        (f"{BEGIN}{OBJECT}{END}", CALL),
+        (f"{BEGIN}[{OBJECT}, get_weather()]{END}", CALL + SECOND),
+        (OBJECT, CALL),
+        (f"{BEGIN}[f(a='{END}[]')]{END}", cut_call(json.dumps({"a": f"{END}[]"}))),
+        # Other text is content.
+        (f"{BEGIN}[g(a=1)]{END}", [content(f"{BEGIN}[g(a=1)]{END}")]),
+        (f"{BEGIN}[]{END}", [content(f"{BEGIN}[]{END}")]),
+        (f"{BEGIN}[f(5)]{END}", [content(f"{BEGIN}[f(5)]{END}")]),
+        (f"{BEGIN}[f]{END}", [content(f"{BEGIN}[f]{END}")]),
+        (f"{BEGIN} is a mark", [content(f"{BEGIN} is a mark")]),
+        (f"{BEGIN}[f(a", [content(f"{BEGIN}[f(a")]),
+        (f"{BEGIN}[" + "f" * 600, [content(f"{BEGIN}[" + "f" * 600)]),
+        (f"{BEGIN}[f(a=1), g()]{END}", [*CALL, content(f" g()]{END}")]),
+        ("[f(a=1)] <|tool_call", [content("[f(a=1)] <|tool_call")]),
+        # Arguments that are not literals are passed on as they are, and are no JSON.
+        (f"{BEGIN}[f(a=1, b=x.y(2))]{END}.", [*cut_call('{"a": 1, "b": x.y(2))]'), content(".")]),
+        (f"{BEGIN}[f(a=1, 5)]{END}{BEGIN}[get_weather()]{END}", cut_call('{"a": 15)]') + SECOND),
+        (f"{BEGIN}[f(a=1]{END}", cut_call('{"a": 1]')),
+        (f"{BEGIN}[f(a={{1}})]{END}", cut_call('{"a": {"1"})]')),
+        # Answers that are cut off.
+        (f"{BEGIN}[f(a=1", cut_call('{"a": ')),
+        (f"{BEGIN}[f(a=1,", cut_call('{"a": 1')),
+        (f"{BEGIN}[f(a='x", cut_call('{"a": "x')),
+        (f"{BEGIN}[f(a='x'", cut_call('{"a": "x"')),
+        (f"{BEGIN}[f(a='x\\", cut_call('{"a": "x')),
+        (f"{BEGIN}[f(a=[1,{END}.", [*cut_call('{"a": [1'), content(".")]),
+    ],
+)  # fmt: skip
+def test_what_models_write(text, expected):
+    assert events_of(SYNTAX, [text]) == events_of(SYNTAX, list(text)) == expected
+
+
+PARTS = [
+    BEGIN, END, "[", "]", "f(", "f", "(", ")", "g(a=1)", "f(a=1)", "f()", "a=", "a = ", "b=", "1", "-1.5", "True",
+    "x",
+    '"', "'", '"x"', "'y'", '""', '"""', "\\", "\\n", ", ", ",", "{", "}", ":", '{"a": 1}', "**", "**{", " ", "\n",
+    "é",
+    '{"name": "f", "arguments": {}}', "<|tool_", "<", "=", "get_weather(",
+]  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=14), PLACES, st.sampled_from([None, 1]), st.booleans(), st.booleans())
+def test_any_cut_of_any_answer_gives_the_same_events(parts, places, most, bare, begun):
+    """Also of answers that are malformed. The arguments of whole calls are JSON, and without a call no text is lost."""
+    text = (f"{BEGIN}[f(" if begun else "") + "".join(parts)
+    syntax = AnswerSyntax(None, False, LFM2, frozenset(NAMES), most, bare)
+    events = events_of(syntax, [text])
+    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
+    parser = AnswerParser(syntax)
+    parser.add(text)
+    parser.end()
+    arguments = [value for kind, _, value in events if kind is CallArguments]
+    if parser.has_whole_calls:
+        assert all(isinstance(json.loads(value), dict) for value in arguments) and len(arguments) == parser.calls
+    if parser.calls == 0:
+        assert "".join("".join(value for *_, value in events).split()) == "".join(text.split())
+
+
+def test_arguments_are_streamed():
+    parser = AnswerParser(SYNTAX)
+    texts = []
+    for piece in (BEGIN, "[f(", "a=", "'ab", "c\\", "n'd'", ", b=1", "2, ", "c=[1", ", {", "'d': None}", "])"):
+        texts.append("".join(event.text for event in parser.add(piece) if isinstance(event, CallArguments)))
+    # After a backslash and after a quote, the next characters decide.
+    assert texts == ["", "", '{"a": ', '"ab', "c", "", '\\n\'d", "b": ', "12", ', "c": [', "1, {", '"d": null}', "]}"]
+    assert parser.has_whole_calls and parser.add(f"]{END}") == []
+
+
+def test_a_call_that_has_just_begun_is_dropped_if_the_answer_is_cut_off():
+    for text, expected in ((f"Hm. {BEGIN}[f(a", [content("Hm. ")]), (f"{BEGIN}[f(a=1), f(", CALL)):
+        parser = AnswerParser(SYNTAX)
+        events = [*parser.add(text), *parser.end(is_cut=True)]
+        said = "".join(event.text for event in events if not isinstance(event, CallBegins))
+        assert said == "".join(event[2] for event in expected if event[0] is not CallBegins)
+        assert parser.calls == len(expected) // 2
+
+
+def test_a_long_hostile_answer_is_parsed_in_time():
+    """Neither the depth nor the length of an answer matters."""
+    for text in (BEGIN, f"{BEGIN}[f(", f"{BEGIN}[", f"{BEGIN}f(a"):
+        assert events_of(SYNTAX, [text * 1_000]) == [content(text * 1_000)]
+    for opening, closing in (("[", "]"), ('{"a": ', "}")):
+        deep = opening * 8_000 + "0" + closing * 8_000
+        pieces = [f"{BEGIN}[f(a=", *(deep[at : at + 999] for at in range(0, len(deep), 999)), f")]{END}"]
+        assert arguments_of("", pieces) == f'{{"a": {deep}}}'
+    for text in ("a='" + "' " * 8_000, "a=" + "x" * 8_000, "a" * 8_000, "a='" + "\\" * 8_000, "**" * 8_000):
+        reader = PythonArguments((END,))
+        rest = ""
+        for at in range(0, len(text), 99):
+            rest += text[at : at + 99]
+            rest = rest[reader.read(rest, False)[0] :]
+        reader.read(rest, True)
+        assert not reader.is_complete
+
+
+# ---------------------------------------------------------------- templates, requests and responses
+
+PLAIN = st.lists(st.sampled_from(["a", "é", " b", "It's", "1", ", ", "x=1", "(", "]", "\n", "</a>"]), max_size=5)
+PLAIN_VALUES = st.recursive(
+    st.booleans() | st.integers() | st.none() | PLAIN.map("".join),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(["a", "b-c", "größe"]), PLAIN_VALUES), min_size=1, max_size=2), PLACES)
+def test_what_a_template_writes_is_parsed_although_it_escapes_nothing(served, given_arguments, places):
+    """LFM2.5's template writes strings with any quotes as they are, dicts as JSON, and lists as Python does."""
+    calls = [("f", arguments) for arguments in given_arguments]
+    text = rendered_answer(served("lfm2.5-calls"), "", calls)
+    for pieces in ([text], cut(text, places), list(text)):
+        found = [json.loads(event[2]) for event in events_of(SYNTAX, pieces) if event[0] is CallArguments]
+        assert json.dumps(found) == json.dumps(given_arguments)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2.5", "lfm2.5-calls"])
+def test_prompts_of_later_turns_have_what_the_model_has_written(served, name):
+    """The next turn's prompt begins with the tokens of the first one and the answer's text. The arguments reach
+    clients as JSON, whole and streamed."""
+    model = served(name)
+    body = REQUEST | {"tools": [function("f"), function("get_weather")]}
+    first = model.chat.read_conversation(FieldReader(dict(body))).text
+    text = f"{BEGIN}[f(a=\"x = 'y'\", b=[True, None]), get_weather()]{END}"
+    choice = answered(model, body, list(text))
+    assert choice["finish_reason"] == "tool_calls"
+    calls = choice["message"]["tool_calls"]
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    assert found == [("f", '{"a": "x = \'y\'", "b": [true, null]}'), ("get_weather", "{}")]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "It rains."} for call in calls]
+    messages = [QUESTION, choice["message"], *results]
+    second = model.chat.read_conversation(FieldReader(body | {"messages": messages})).text
+    assert second.startswith(first + text) and second.count("It rains.") == 2
+
+
+@pytest.mark.parametrize("pieces", [1, 1000])
+def test_the_paths_of_other_apis(files, pieces):
+    """Anthropic's messages and OpenAI's responses, whole and streamed, and with calls in the history."""
+    engine = ScriptedEngine()
+    app = http_server.make_app(app_settings(files, SOURCES["lfm2"]), engine, "127.0.0.1")
+    client = TestClient(app, "http://localhost", headers={"authorization": f"Bearer {KEY}"})
+    text = f"Sure.\n\n{BEGIN}[f(a='5', b=5)]{END}"
+    ends = [min(i, len(text)) for i in range(0, len(text) + 1, -(-len(text) // pieces))] + [len(text)]
+
+    def ask(path: str, body: dict):
+        engine.updates = [{"text": text[a:b]} for a, b in zip(ends, ends[1:])]
+        engine.updates[-1]["finish_reason"] = "stop"
+        return client.post(path, json=body)
+
+    body = {"max_tokens": 50, "messages": [QUESTION], "tools": [{"name": "f", "input_schema": an_object()}]}
+    streamed = streamed_message(scripted_events(ask("/v1/messages", body | {"stream": True})))
+    for message in (ask("/v1/messages", body).json(), streamed):
+        said, use = message["content"]
+        assert (said["text"].strip(), use["name"], use["input"]) == ("Sure.", "f", {"a": "5", "b": 5})
+        assert message["stop_reason"] == "tool_use"
+
+    body = {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": an_object()}]}
+    *_, last = scripted_events(ask("/v1/responses", body | {"stream": True}))
+    for response in (ask("/v1/responses", body).json(), last["response"]):
+        said, use = response["output"]
+        assert said["content"][0]["text"].strip() == "Sure."
+        assert (use["type"], use["arguments"]) == ("function_call", '{"a": "5", "b": 5}')
+
+
+# ---------------------------------------------------------------- grammars
+
+NODE = an_object("v", v={"type": "boolean"}, next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]})
+INT = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema, fitting, others",
+    [
+        (an_object(), [""], ["a=1", " ", ","]),
+        (an_object("a", "b", a={}, b={}), ["a=1, b='x'"], ["", "b=1", "b=1, a=1", "a=1", "a=1,b=1", "a=1, b=1,"]),
+        (an_object("b", a={}, b={}, c={}), ["b=1", "a=1, b=1", "b=1, c=2", "a=1, b=1, c=2"],
+         ["a=1", "a=1, c=2", "b=1, d=1"]),
+        (an_object(a=INT, b=INT, c=INT), ["", "a=1", "b=1", "c=1", "a=1, c=1", "b=1, c=1"], ["c=1, a=1", ", a=1"]),
+        (an_object(a={"type": "string"}), ['a="x\\"y"', "a='x\"\\'\\n'", "a=''", 'a="é"'],
+         ["a=x", "a=5", "a='x", "a='''"]),
+        (an_object(a={"type": "string", "maxLength": 2, "minLength": 1}), ["a='äö'", 'a="b"'],
+         ["a=''", 'a=""', "a='abc'"]),
+        (an_object(a={"type": "string", "pattern": "^b+$"}), ['a="bb"'], ['a="c"', "a='c'", 'a=""']),
+        (an_object(a={"enum": ["b", "bc", 1, 12, True, None, "it's", [1]]}),
+         ['a="b"', "a='bc'", "a=1", "a=12", "a=True", "a=true", "a=None", 'a="it\'s"', "a=[1]"],
+         ["a=b", 'a="c"', "a=2"]),
+        (an_object(a={"type": ["string", "null"], "enum": ["b", None, 5]}), ["a='b'", "a=None"], ["a=5"]),
+        (an_object(a={"type": "integer", "minimum": 3}), ["a=3", "a=30"], ["a=2", "a=3.5", "a=True", "a='3'"]),
+        (an_object(a={"type": ["integer", "null"], "minimum": 3}), ["a=3", "a=None"], ["a=2", "a='3'"]),
+        (an_object(a={"minimum": 3}), ["a=3", "a='x'", "a=True", "a=[None]"], ["a=2"]),
+        (an_object(a={"type": "boolean"}), ["a=True", "a=False", "a=true"], ["a=1", "a=TRUE", "a='True'"]),
+        (an_object(a={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}),
+         ["a=[True]", "a=[True, false]"], ["a=[]", "a=[1]", "a=[True, True, True]", "a=[True"]),
+        (an_object(a={"type": "array", "maxItems": 0}), ["a=[]"], ["a=[1]"]),
+        (an_object(a={"type": "array", "items": False}), ["a=[]"], ["a=[1]"]),
+        (an_object(a={"type": "array", "prefixItems": [INT], "items": False}), ["a=[]", "a=[1]"], ["a=[true]"]),
+        (an_object(a=an_object("x", x={"type": "null"}, y=INT)), ['a={"x": None}', 'a={"x": null, "y": 1}'],
+         ["a={}", "a={x: 1}"]),
+        (an_object(a={"properties": {"x": INT}, "type": "object"}),
+         ["a={}", 'a={"x": 1, "z": {}}', 'a={"z": None}'], ['a={"x": "1"}', 'a={"z": 1, "x": "1"}']),
+        (an_object(a={"anyOf": [{"type": "string"}, an_object("b", b={})]}), ["a='x'", 'a={"b": [{}]}'],
+         ["a=1", "a={}"]),
+        (an_object(a={"allOf": [{"type": "boolean"}]}), ["a=true"], ["a=1"]),  # as JSON
+        (an_object(a={"$ref": "#/$defs/n"}) | {"$defs": {"n": NODE}},
+         ['a={"v": True, "next": {"v": False, "next": None}}'], ["a={}", 'a={"v": True, "next": {"v": None}}']),
+        (an_object("a=b", **{"a=b": INT, 'c"': {"type": "boolean"}, "d-e": INT}),
+         ['**{"a=b": 1}', '**{"a=b": 1}, **{"c\\"": True}, d-e=5'], ['**{"a=b": "x"}', "a=b=1", ""]),
+        ({"properties": {"a": INT}, "required": ["z"]}, ["a=1, z=[1]", "z='', b_c='x'", "z=1"],
+         ["", "a=1", "z=1, a=''"]),
+        ({"additionalProperties": INT}, ["", "a=1, b=2"], ["a='x'", "a-b=1"]),
+        ({"$ref": "#/$defs/b", "$defs": {"b": an_object("a", a={"const": "b"})}}, ["a='b'"], ["", "a='c'"]),
+        ({"properties": {"a": False}}, ["", "b=1"], ["a=1"]),
+    ],
+)  # fmt: skip
+def test_arguments_that_fit_their_grammar(served, compiler, schema, fitting, others):
+    """What fits is read as arguments that fit the schema. More text never fits."""
+    model = served("lfm2")
+    source = source_of(model, "lfm2", [Tool("f", schema, strict=True), Tool("g", {})])
+    for arguments in fitting + others:
+        text = f"{BEGIN}[f({arguments})]{END}"
+        assert fits(model, compiler, source, text) == (arguments in fitting), text
+        if arguments in fitting:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(arguments_of(arguments)))
+    called = f"f({fitting[0]})"
+    assert fits(model, compiler, source, f"{BEGIN}[{called}, g(), {called}]{END}")
+    assert not fits(model, compiler, source, f"{BEGIN}[{called},{called}]{END}")
+
+
+def test_random_tokens_that_the_masks_allow_are_calls_that_validate(served):
+    """The tokens are drawn at random from those that the grammar of a tool allows, and parsed as an answer."""
+    chance = random.Random(11)
+    model = served("lfm2")
+    found = set()
+    for _ in range(30):
+        keys = chance.sample(["f", "ab", "b-c", "x.y", "a=b", 'q"'], 3)
+        properties = {key: random_schema(chance, 2) for key in keys}
+        schema = an_object(*keys[: chance.randrange(4)], **properties)
+        text = random_text(model, source_of(model, "lfm2", [Tool("f", schema, strict=True)]), chance)
+        events = events_of(SYNTAX, [text])
+        arguments = [json.loads(event[2]) for event in events if event[0] is CallArguments]
+        assert len(events) == 2 * len(arguments), text  # nothing but calls
+        for one in arguments:
+            assert jsonschema.Draft202012Validator(schema).is_valid(one), (schema, text)
+            found |= {type(value) for value in one.values()}
+    assert {str, int, float, bool, type(None), list, dict} <= found
+
+
+def test_a_required_call_of_a_request(served):
+    model = served("lfm2.5")
+    tools = [function("f", an_object("a", a={"type": "boolean"})), function("get_weather")]
+    for choice, names in (("required", NAMES[:2]), (function("f"), ["f"])):
+        body = {"tools": tools, "tool_choice": choice}
+        grammar = model.parse_chat(REQUEST | body).choices[0].text_request.grammar
+        compiler = model.grammars.get_compiler("tools")
+        for name, arguments in (("f", "a=True"), ("get_weather", "")):
+            call = f"{BEGIN}[{name}({arguments})]{END}"
+            assert fits(model, compiler, grammar, call) == (name in names)
+            assert fits(model, compiler, grammar, f"<think>Hm.</think>{call}") == (name in names)
+        both = f"{BEGIN}[f(a=False), f(a=True)]{END}"
+        assert fits(model, compiler, grammar, both) == (choice == "required")
+        for text in ("Hello", "f(a=True)", f"{BEGIN}[f(a=1)]{END}", f"{BEGIN}[f()]{END}", f"{BEGIN}[f(a=True)]{END}x"):
+            assert not fits(model, compiler, grammar, text)

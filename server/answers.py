@@ -583,7 +583,7 @@ class AnswerParser:
         self._add_arguments(before)
         if not mark:
             return False
-        self.text = mark + self.text
+        self.is_closed = True
         return self._end_call()
 
     def _end_call(self) -> bool:

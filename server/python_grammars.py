@@ -179,7 +179,7 @@ class PythonRules:
         kind = schema["type"]
         keys = set(schema) - ANNOTATIONS - {"type"}
         for other, keywords in KEYWORDS.items():
-            if other != kind and (other, kind) != ("number", "integer"):
+            if other != kind:
                 keys -= keywords
         if keys <= OWN_KEYWORDS.get(kind, set()):
             if kind in WORDS:

@@ -175,6 +175,7 @@ def cut_call(arguments: str) -> list[tuple]:
         (f"{BEGIN}[f(a=1, b=x.y(2))]{END}.", [*cut_call('{"a": 1, "b": x.y(2))]'), content(".")]),
         (f"{BEGIN}[f(a=1, 5)]{END}{BEGIN}[get_weather()]{END}", cut_call('{"a": 15)]') + SECOND),
         (f"{BEGIN}[f(a=1]{END}", cut_call('{"a": 1]')),
+        (f"{BEGIN}[f(a=1]{END}\nf(a=2)", [*cut_call('{"a": 1]'), content("\nf(a=2)")]),
         (f"{BEGIN}[f(a={{1}})]{END}", cut_call('{"a": {"1"})]')),
         # Answers that are cut off.
         (f"{BEGIN}[f(a=1", cut_call('{"a": ')),
@@ -224,6 +225,13 @@ def test_arguments_are_streamed():
     # After a backslash and after a quote, the next characters decide.
     assert texts == ["", "", '{"a": ', '"ab', "c", "", '\\n\'d", "b": ', "12", ', "c": [', "1, {", '"d": null}', "]}"]
     assert parser.has_whole_calls and parser.add(f"]{END}") == []
+
+
+def test_text_that_cannot_become_a_call_is_not_held_back():
+    for text in (f"{BEGIN}[f is", f"{BEGIN}[{'f' * 500}", f"{BEGIN}[f({'a' * 500}", f"{BEGIN}[é"):
+        assert AnswerParser(SYNTAX).add(text)
+    for text in (f"{BEGIN}[f (", f"{BEGIN}[f( a", f"{BEGIN} [ "):
+        assert AnswerParser(SYNTAX).add(text) == []
 
 
 def test_a_call_that_has_just_begun_is_dropped_if_the_answer_is_cut_off():

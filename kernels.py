@@ -120,7 +120,11 @@ class Backend:
     name: str = "torch"  # which kernels run
     # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
     run_blocks: Callable | None = None
-    max_fused_tokens: int = 0  # run_blocks takes up to this many new tokens per row
+    # The same for the block of the layer that drafts tokens (mtp)
+    run_draft: Callable | None = None
+    # What mtp.DraftLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
+    write_draft_keys: Callable | None = None
+    max_fused_tokens: int = 0  # these take up to this many new tokens per row
     # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of
     # threads.
     thread_invariant: bool = False
@@ -575,6 +579,7 @@ def delta_chunks(M, q, k, v, log_decay, beta):
 #     quantized to 8 bits.
 #   stack_layers makes one layer of several, whose outputs follow each other.
 #   prepare_block makes a block of four layers, and `blocks` runs several blocks.
+#   write_draft_keys writes the keys and values of the layer that drafts tokens (mtp.py).
 #   medusa draws the greedy tokens of Medusa heads.
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
 define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
@@ -596,6 +601,11 @@ define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
     "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] states, int[] handles) -> Tensor",
     empty_like_first,
+)
+define(
+    "write_draft_keys(Tensor embedded, Tensor hidden, Tensor input_pos, Tensor? rows, Tensor cos, Tensor sin, "
+    "Tensor(a!) tail, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor[] norms, int proj, int block) -> ()",
+    lambda *_: None,
 )
 define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) -> Tensor")
 

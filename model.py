@@ -260,7 +260,7 @@ class Transformer(nn.Module):
         x = self.norm(x)
 
         if self.mtp is not None:
-            self.mtp.read(embedded, x, input_pos, rows)
+            self.mtp.read(embedded, x, input_pos, rows, backend)
         return x
 
     def block_inputs(self, tokens: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from config import Config
+from kernels import Backend
 from layers import Linear, make_norm
 from recurrent import Tail
 
@@ -41,30 +42,38 @@ class DraftLayer(nn.Module):
         self.norm = make_norm(config)
         self.hidden = Tail(config.dim, 1)  # the model's latest hidden states of each row
 
-    def read(self, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None):
+    def read(self, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None, backend: Backend):
         """Write the keys and values of tokens that the model has read.
 
         embedded (B,S,D): the tokens' embeddings; hidden (B,S,D): the model's last hidden states of
         the same tokens; input_pos (B,S) and rows (B,): as in Transformer.forward.
         """
+        if backend.write_draft_keys is not None and hidden.shape[1] <= backend.max_fused_tokens:
+            return backend.write_draft_keys(self, embedded, hidden, input_pos, rows)
+
         before = self.hidden.with_tail(hidden, input_pos, rows)[:, :-1]  # each token's is that of the token before it
         z = self.join(embedded, before)
         h = self.block.attention_norm(z)
-        # The first token of a row has no hidden state before it. Its pair is written to the scratch slot.
+        # The first token of a row has no hidden state before it: its pair goes to the scratch slot.
         pair_pos = (input_pos - 1).clamp(min=-1)
-        self.block.attention.read(h, self.rope(pair_pos), pair_pos, rows)
+        ropes = self.block.attention.positions.ropes(pair_pos)
+        self.block.attention.read(h, ropes[self.block.rope_table], pair_pos, rows)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, pair_pos: Tensor, rows: Tensor | None, backend: Backend
+    ) -> Tensor:
+        """The normalized outputs (B,S,D) for pairs of a token (its embedding) and the hidden state
+        before it, (B,S,D) each. pair_pos (B,S): the positions of the hidden states; -1 is padding.
+        """
+        z = self.join(embedded, hidden)
+        ropes = self.block.attention.positions.ropes(pair_pos)
+        if backend.run_draft is not None and z.shape[1] <= backend.max_fused_tokens:
+            y = backend.run_draft([self.block], z, ropes, pair_pos, rows)
+        else:
+            y = self.block(z, ropes[self.block.rope_table], pair_pos, rows)
+        return self.norm(y)
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The inputs (B,S,D) of the block: pairs of a token and the hidden state before it."""
         pair = [self.embedding_norm(embedded.to(hidden.dtype)), self.hidden_norm(hidden)]
         return self.proj(torch.cat(pair, dim=-1))
-
-    def rope(self, pair_pos: Tensor) -> tuple[Tensor, Tensor]:
-        return self.block.attention.positions.ropes(pair_pos)[self.block.rope_table]
-
-    def forward(self, embedded: Tensor, hidden: Tensor, pair_pos: Tensor, rows: Tensor | None) -> Tensor:
-        """The normalized outputs (B,S,D) for pairs of a token (its embedding) and the hidden state
-        before it, (B,S,D) each. pair_pos (B,S): the positions of the hidden states; -1 is padding.
-        """
-        z = self.join(embedded, hidden)
-        return self.norm(self.block(z, self.rope(pair_pos), pair_pos, rows))

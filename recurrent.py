@@ -172,8 +172,10 @@ class Tail(nn.Module):
         if rows is None:
             rows = torch.arange(len(x), device=x.device)
         size = self.tail_size
-        newest = input_pos.amax(1, keepdim=True)  # (B,1)
-        is_kept = (input_pos >= 0) & (input_pos > newest - size)
+        is_kept = input_pos >= 0
+        if input_pos.shape[1] > size:
+            newest = input_pos.amax(1, keepdim=True)  # (B,1)
+            is_kept = is_kept & (input_pos > newest - size)
         slots = torch.where(is_kept, input_pos % size, size)
         self.tail[rows[:, None], slots] = x.to(self.tail.dtype)
 

@@ -10,7 +10,7 @@ With --mtp the file has the layer that drafts tokens, and this layer is always r
 and the model's are random, but each token is followed by a fixed one. For that, the matrices that
 write to the residual stream are zero, so that the last hidden state is the normalized embedding of
 the newest token, and the output head's row of a token is the embedding of the token before it.
-benchmarks/mtp.py makes the layer err.
+benchmarks/draft_layer.py makes the layer err.
 """
 
 import argparse

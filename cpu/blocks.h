@@ -90,6 +90,7 @@ struct PreparedBlock {
   // by before they are added to x.
   float scale, eps, residual_scale;
   bool gated, gelu, qk_norm_whole, post_norm_residual;
+  bool only_keys = false;  // only the keys and values are computed: the block has no layer but qkv, and no result
   int64_t rope_table;  // which of the tables of cos and sin it uses
 };
 
@@ -125,11 +126,13 @@ struct Block {
   void allocate(Arena& arena) {
     const PreparedBlock& p = prepared;
     normed = arena.allocate<T>(M * p.D), qkv = arena.allocate<T>(M * p.qkv.N);
+    to_qkv = allocate_input(arena, p.qkv, normed, M);
+    if (p.only_keys) return;
     attended = arena.allocate<T>(M * p.out.C);
     residual = arena.allocate<T>(M * p.D), mlp_normed = arena.allocate<T>(M * p.D);
     up = arena.allocate<T>(M * p.up.N), act = arena.allocate<T>(M * p.F);
     product = arena.allocate<T>(M * p.D);
-    to_qkv = allocate_input(arena, p.qkv, normed, M), to_out = allocate_input(arena, p.out, attended, M);
+    to_out = allocate_input(arena, p.out, attended, M);
     to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
     if (p.net.m) return allocate_delta(arena);
     if (p.conv.channels) {
@@ -447,6 +450,7 @@ struct Block {
       run_short_conv(team);
     } else {
       rotate_and_cache(team);
+      if (p.only_keys) return;
       run_attention(team, attention, *plan, workspaces[team.thread], states);
       if (p.gates) apply_gates(team);
     }

@@ -1,8 +1,8 @@
 """Makes a model use the C++ kernels of this folder, for x86 processors with AVX-512 or AVX2 under Linux.
 
 Read down: CpuInstaller, which packs a model's layers one after the other; FusedBlocks, which runs
-all blocks as one operation. layers.py has the packed layers, build.py the build; kernels.py says
-what each operation computes.
+all blocks as one operation; DraftKeys, the same for a part of the layer that drafts tokens.
+layers.py has the packed layers, build.py the build; kernels.py says what each operation computes.
 
 Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one
 row use only a part of the memory bandwidth; these kernels use most of it. The bits of a row's result
@@ -19,6 +19,7 @@ the activations are float32, the kernels convert the weights to float32 in regis
 
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -54,6 +55,7 @@ FUSED_OPERATIONS = {
     "layer_norm",
     "attention",
     "gated_delta",
+    "write_draft_keys",
 }
 # The fields of config.Config that `blocks` takes into account, besides kernels.FUSED_FIELDS.
 MORE_FUSED_FIELDS = (
@@ -151,6 +153,9 @@ class CpuInstaller(Installer):
             return backend
         layers = [layer for block in model.blocks for layer in linears_of(block)]
         all_fused = all(prefills_fast(layer) for layer in layers)
+        if model.mtp is not None:
+            run = FusedBlocks([model.mtp.block], model.dtype)
+            backend = replace(backend, run_draft=run, write_draft_keys=DraftKeys(model.mtp, model.dtype))
         return replace(
             backend,
             run_blocks=FusedBlocks(model.blocks, model.dtype),
@@ -213,7 +218,7 @@ class FusedBlocks:
     effect.
     """
 
-    def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype):
+    def __init__(self, blocks: Iterable[Block], dtype: torch.dtype):
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
         self.modules = [block.attention._modules for block in blocks if block.attention is not None]
@@ -245,6 +250,34 @@ class FusedBlocks:
         )
 
 
+class DraftKeys:
+    """What mtp.DraftLayer.read does, as one operation, for Backend.write_draft_keys. It keeps weights
+    as FusedBlocks does."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype):
+        self.block = prepare_block(layer.block, dtype, only_keys=True)
+        self.proj = prepare(layer.proj)
+        self.norms = [layer.embedding_norm.weight.float(), layer.hidden_norm.weight.float()]
+        weakref.finalize(self, torch.ops.fastpath.release_blocks, [self.block]).atexit = False
+
+    def __call__(self, layer, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None):
+        attention = layer.block.attention
+        torch.ops.fastpath.write_draft_keys.default(
+            embedded,
+            hidden,
+            input_pos,
+            rows,
+            attention.positions.rope_cos,
+            attention.positions.rope_sin,
+            layer.hidden.tail,
+            attention.cache.k,
+            attention.cache.v,
+            self.norms,
+            self.proj.handle,
+            self.block,
+        )
+
+
 def state_names(state: nn.Module) -> tuple[str, ...]:
     """Those of STATE_TENSORS that a recurrent.ConvState has."""
     return tuple(name for name in STATE_TENSORS if name in state.shapes(torch.float32))
@@ -260,9 +293,9 @@ def linears_of(block: Block) -> list[nn.Module]:
     return [block.attention.qkv, block.attention.out, up, mlp.down]
 
 
-def prepare_block(block: Block, dtype: torch.dtype) -> int:
+def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> int:
     """Register a block's weights with the kernels, for activations of this dtype, and return a
-    handle to them."""
+    handle to them. only_keys: the block writes keys and values, and does nothing else."""
     attention = block.attention
     config = block.config
     head_norms = [None, None]
@@ -287,7 +320,8 @@ def prepare_block(block: Block, dtype: torch.dtype) -> int:
         norm_tensors(block.mlp_post_norm)[0],
         *vectors,
     ]
-    layers = [prepare(layer) for layer in linears_of(block)]  # the block keeps them when released
+    linears = linears_of(block)[:1] if only_keys else linears_of(block)
+    layers = [prepare(layer) for layer in linears]  # the block keeps them when released
     sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim, gates, *net_sizes]
     return torch.ops.fastpath.prepare_block(
         norms,

@@ -6,7 +6,7 @@
 // and multiplied with it, and many rows or queries at once use it for quantized weights and for attention. Read this
 // file last: it defines the operations, which check their arguments and divide the work among the threads. Before it
 // come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
-// blocks.h, sampling.h, checks.h and medusa.h, in this order.
+// blocks.h, sampling.h, checks.h, medusa.h and mtp.h, in this order.
 //
 // A weight matrix has N rows (outputs) and C columns (inputs); x has M rows of C columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -26,6 +26,7 @@
 #include "checks.h"
 #include "delta.h"
 #include "medusa.h"
+#include "mtp.h"
 #include "sampling.h"
 
 using namespace fastpath;
@@ -266,15 +267,18 @@ Handles<PreparedBlock> prepared_blocks;
 //               k_norm and the norms after attention and MLP. With a gated delta net also the weights
 //               of its convolution (width,channels), the weight and bias of its decay, and its norm.
 //               With a short convolution also its weights (width,channels) and its bias
-//   layers      handles of qkv (or what is in its place), out, up (or gate and up), down
+//   layers      handles of qkv (or what is in its place), out, up (or gate and up), down; or of qkv alone,
+//               then the block only writes keys and values
 //   sizes       H, K, E, D, F, the heads with gates, then n, m, dk, dv of a gated delta net, or zeros
 //   activation  the MLP's, as in Config.mlp
 int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
                       at::ScalarType dtype, std::optional<int64_t> window, double scale, double eps,
                       double residual_scale, std::string_view activation, bool qk_norm_whole, bool post_norm_residual,
                       int64_t rope_table) {
-  TORCH_CHECK(norms.size() == 12 && layers.size() == 4 && sizes.size() == 10, "12 norms, 4 layers, 10 sizes expected");
   PreparedBlock p;
+  p.only_keys = layers.size() == 1;
+  TORCH_CHECK(norms.size() == 12 && (layers.size() == 4 || p.only_keys) && sizes.size() == 10,
+              "12 norms, 4 layers, 10 sizes expected");
   for (const MaybeTensor norm : norms) p.norms.push_back(norm ? MaybeTensor(norm->to(at::kFloat)) : norm);
   p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.D = sizes[3], p.F = sizes[4], p.dtype = dtype;
   p.gates = sizes[5];
@@ -304,10 +308,11 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
     conv.bias = vector(9, conv.channels);
     p.qkv = linear(0, 3 * conv.channels, p.D), p.out = linear(1, p.D, conv.channels);
   } else {
-    p.qkv = linear(0, (p.H + p.gates + 2 * p.K) * p.E, p.D), p.out = linear(1, p.D, p.H * p.E);
+    p.qkv = linear(0, (p.H + p.gates + 2 * p.K) * p.E, p.D);
+    if (!p.only_keys) p.out = linear(1, p.D, p.H * p.E);
   }
   p.gated = activation != "gelu", p.gelu = activation != "swiglu";
-  p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
+  if (!p.only_keys) p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
   for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
   p.qk_norm_whole = qk_norm_whole;
   p.q_norm = vector(4, qk_norm_whole ? p.H * p.E : p.E), p.k_norm = vector(5, qk_norm_whole ? p.K * p.E : p.E);
@@ -381,8 +386,11 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         auto a = checked_attention<T>(B, S, p.H, k, v, at, rows, slopes, p.window, p.scale);
         TORCH_CHECK(p.K == a.K && p.E == a.E, "block ", handles[i], " has K ", p.K, ", E ", p.E, ", not k_cache ",
                     k.sizes());
-        if (p.window != window || a.slots != slots) plans.emplace_back(a), window = p.window, slots = a.slots;
-        block.plan = &plans.back(), block.attention = a;
+        block.attention = a;
+        if (!p.only_keys) {
+          if (p.window != window || a.slots != slots) plans.emplace_back(a), window = p.window, slots = a.slots;
+          block.plan = &plans.back();
+        }
         block.k = k.data_ptr<T>(), block.v = v.data_ptr<T>();
         block.query_scales = data<float>(checked(query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
       }
@@ -395,7 +403,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
       }
       block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
       all.push_back(block);
-      work += B * S * (p.qkv.N * D + p.out.C * D + p.up.N * D + p.F * D);
+      work += B * S * (p.qkv.N * D + p.out.C * D + p.up.N * D + p.down.C * D);
     }
     // All blocks use the same memory, since they run one after the other.
     auto allocate_blocks = [&](Arena from) {
@@ -413,6 +421,65 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
     });
   });
   return result;
+}
+
+// Writes the keys and values of tokens (B,S), as DraftLayer.read of mtp.py does. embedded, hidden (B,S,D): the tokens'
+// embeddings, and the model's last hidden states; tail: of a recurrent.Tail; cos, sin (P,T,1,E): the tables of all
+// positions; norms: the float32 weights of the norms of embedded and hidden; proj: the handle of the layer that joins
+// them; handle: that of the layer's block, with keys only.
+void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor& input_pos, const MaybeTensor& rows,
+                      const Tensor& cos, const Tensor& sin, const Tensor& tail, const Tensor& k_cache,
+                      const Tensor& v_cache, at::TensorList norms, int64_t proj, int64_t handle) {
+  const auto prepared = prepared_blocks.get(handle);
+  const auto joins = prepared_layers.get(proj);
+  const PreparedBlock& p = *prepared;
+  TORCH_CHECK(hidden.dim() == 3 && hidden.size(2) == p.D && p.dtype == hidden.scalar_type() && p.only_keys &&
+              norms.size() == 2, "hidden states (B,S,", p.D, ") were expected, not ", hidden.sizes());
+  const int64_t B = hidden.size(0), S = hidden.size(1), D = p.D, M = B * S;
+  const Tensor at = checked(input_pos.contiguous(), "input_pos", at::kLong, {B, S});
+  const Tensor pair_pos = at.sub(1).clamp_min(-1);
+  const Tensor table = checked(embedded.contiguous(), "embedded", p.dtype, {B, S, D}), states = hidden.contiguous();
+  const int64_t T_slots = k_cache.size(2);
+  for (const Tensor& one : {cos, sin}) checked(one, "cos or sin", at::kFloat, {-1, T_slots, 1, p.E});
+  TORCH_CHECK(p.rope_table < cos.size(0), "RoPE table ", p.rope_table, " of ", cos.size(0));
+
+  dispatch_dtype(hidden, [&](auto type) {
+    using T = decltype(type);
+    DraftKeys<T> call{Block<T>{p}, B, S, D, M};
+    call.positions = at.const_data_ptr<int64_t>();
+    call.rows = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
+    call.embedded = table.const_data_ptr<T>(), call.hidden = states.const_data_ptr<T>();
+    call.embedding_norm = checked(norms[0], "norm", at::kFloat, {D}).template const_data_ptr<float>();
+    call.hidden_norm = checked(norms[1], "norm", at::kFloat, {D}).template const_data_ptr<float>();
+    call.eps = p.eps, call.proj = joins->checked(p.dtype, D, 2 * D);
+    const std::vector<int64_t> tail_sizes{k_cache.size(0), call.tail_size + 1, D};
+    call.tail = checked(tail, "tail", p.dtype, tail_sizes).template data_ptr<T>();
+    for (int64_t b = 0; b < B; b++)
+      call.counts.push_back(std::count_if(call.positions + b * S, call.positions + (b + 1) * S,
+                                          [](int64_t position) { return position >= 0; }));
+    Block<T>& block = call.block;
+    block.M = M;
+    block.attention = checked_attention<T>(B, S, p.H, k_cache, v_cache, pair_pos, rows, {}, p.window, p.scale);
+    TORCH_CHECK(p.K == block.attention.K && p.E == block.attention.E, "k_cache ", k_cache.sizes());
+    block.k = k_cache.data_ptr<T>(), block.v = v_cache.data_ptr<T>();
+
+    std::vector<float> angles(2 * M * p.E);  // cos and sin of the pairs
+    const int64_t* slots = pair_pos.const_data_ptr<int64_t>();
+    for (int64_t m = 0; m < M; m++) {
+      const int64_t from = (p.rope_table * T_slots + (slots[m] < 0 ? T_slots - 1 : slots[m])) * p.E;
+      std::copy_n(cos.const_data_ptr<float>() + from, p.E, angles.data() + m * p.E);
+      std::copy_n(sin.const_data_ptr<float>() + from, p.E, angles.data() + (M + m) * p.E);
+    }
+    block.cos = angles.data(), block.sin = angles.data() + M * p.E;
+
+    const auto [arrays, memory] = allocate_together([&](Arena& arena) {
+      DraftKeys<T> one = call;
+      one.allocate(arena);
+      return one;
+    });
+    const bool is_small = M * (call.proj.N * call.proj.C + p.qkv.N * D) < MIN_PARALLEL_WORK;
+    parallel(is_small, [&, &arrays = arrays](const Team& team) { arrays.run(team); });
+  });
 }
 
 // Returns whether AMX is used from now on: whether it is allowed and this library was compiled for it.
@@ -475,6 +542,7 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "prepare_block", &prepare_block);
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);
+  add(cpu, "write_draft_keys", &write_draft_keys);
   add(any, "packed_bytes", &packed_bytes);
   add(any, "stack_layers", &stack_layers);
   add(any, "release_layers", &release_layers);

@@ -98,9 +98,9 @@ def draw_tokens(model, head: DraftHead, inputs: Tensor, sampling: Sampling | Non
     for i in range(k):
         pair_pos = position - 1 + i
         pair_pos = torch.where((position >= 0) & (pair_pos < last_slot), pair_pos, -1)
-        hidden = model.mtp(model.block_inputs(token[:, None]), hidden, pair_pos[:, None], rows)
+        hidden = model.mtp(model.block_inputs(token[:, None]), hidden, pair_pos[:, None], rows, model.backend)
         logits = head.logits(model, hidden)  # (B,1,n)
-        token = logits[:, 0].argmax(-1)
+        token = logits[:, 0].float().argmax(-1)  # in bfloat16 it takes as long as the logits
         if sampling is not None:
             others = sampling.counts.shape[1] - head.n
             logits = F.pad(logits, (0, others), value=float("-inf"))  # (B,1,V)

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ from drafts.mtp import MtpDraft
 from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization
 from load import ModelOptions, load_engine, load_model
+from model import pad_rows
 from quantize import quantize_checkpoint
 from sampling import SamplingParams
 from sources.opening import open_gguf, open_hf
@@ -125,8 +127,39 @@ def test_outputs_equal_the_oracle(member, model):
     with torch.no_grad():
         embedded = model.block_inputs(torch.tensor([tokens[-1:]]))
         hidden = model.mtp.hidden.read_tail(position, torch.tensor([1]))
-        found = model.mtp(embedded, hidden, position[None] - 1, torch.tensor([1]))
+        found = model.mtp(embedded, hidden, position[None] - 1, torch.tensor([1]), model.backend)
     torch.testing.assert_close(found[0, 0], oracle.draft(tokens, 1)[1][0], rtol=NEAR, atol=20 * NEAR)
+
+
+# (row, first position, number of tokens) of each row in a pass, the cache having three rows of 100 positions
+PASSES = [[(0, 0, 40), (2, 0, 9)], [(0, 37, 5), (1, 0, 2), (2, 9, 1)], [(2, 9, 17), (1, 0, 1), (0, 40, 0)],
+          [(1, 3, 1), (1, 1, 1), (1, 2, 1)], [(0, 41, 18)], [(0, 43, 3), (2, 10, 16)], [(2, 26, 60)]]  # fmt: skip
+
+
+def test_the_operation_equals_plain_torch(member):
+    """Whatever the passes are: rows side by side, several batch rows of one row, tokens that are read again."""
+    fused = load_model(open_hf(member[1]), dtype=torch.float32)
+    if fused.backend.write_draft_keys is None:
+        pytest.skip("no kernels for this machine")
+    plain = copy.deepcopy(fused)
+    fused.backend = replace(fused.backend, max_fused_tokens=1000)  # also passes that torch would do faster
+    plain.backend = replace(plain.backend, write_draft_keys=None)
+    [tokens] = random_prompts((200,), seed=6)
+    for model in (fused, plain):
+        model.setup_caches(3, 100)
+        for batch in PASSES:
+            parts = [tokens[start : start + count] for _, start, count in batch]
+            inputs, input_pos = pad_rows(parts, [start for _, start, _ in batch])
+            with torch.no_grad():
+                model(inputs, input_pos, torch.tensor([row for row, _, _ in batch]))
+    cache = plain.mtp.block.state
+    used = cache.k.abs().sum((1, 3)) > 0
+    used[:, -1] = False  # padding
+    assert used.sum(1).tolist() == [58, 3, 85]
+    for one, other in ((fused.mtp.block.state.k, cache.k), (fused.mtp.block.state.v, cache.v)):
+        torch.testing.assert_close(one.transpose(1, 2)[used], other.transpose(1, 2)[used], rtol=NEAR, atol=20 * NEAR)
+    tails = [model.mtp.hidden.tail[:, :-1] for model in (fused, plain)]
+    torch.testing.assert_close(*tails, rtol=NEAR, atol=20 * NEAR)
 
 
 class CheckingDraft(NoisyDraft):

@@ -2,7 +2,7 @@
 
     python benchmarks/random_qwen35.py 0.8B QWEN2.gguf random.BF16.gguf --mtp
     llama-quantize random.BF16.gguf random.Q4_K_M.gguf Q4_K_M
-    python benchmarks/mtp.py --checkpoint_path random.Q4_K_M.gguf
+    python benchmarks/draft_layer.py --checkpoint_path random.Q4_K_M.gguf
 
 In such a file each token is followed by a fixed one, and the layer is always right. Noise is added to
 the matrix that joins the token and the hidden state, as much as it takes for each of --agreements.
@@ -38,16 +38,18 @@ def set_noise(model: Transformer, noise: torch.Tensor, size: float):
     D = model.config.dim
     matrix = torch.cat([torch.eye(D) + size * noise, torch.zeros(D, D)], dim=1)
     model.mtp.proj = Linear(2 * D, D, bias=False)
-    model.mtp.proj.weight.copy_(matrix.to(model.dtype))
+    model.mtp.proj.to(model.dtype).weight.copy_(matrix)
 
 
 def agreement(model: Transformer) -> float:
     """How often the layer's first drafted token is the model's own."""
-    tokens = torch.arange(1, PROBES + 1)[:, None]
-    embedded = model.block_inputs(tokens)
-    wanted = model.head(model.norm(embedded))[:, 0].argmax(-1)
-    z = model.mtp.join(embedded, torch.zeros_like(embedded))
-    return float((model.head(model.mtp.norm(z))[:, 0].argmax(-1) == wanted).float().mean())
+    agreeing = 0
+    for tokens in torch.arange(1, PROBES + 1).split(8):  # a batch as in decoding, with the same operations
+        embedded = model.block_inputs(tokens[:, None])
+        drafted = model.mtp.norm(model.mtp.join(embedded, torch.zeros_like(embedded)))
+        wanted = model.head(model.norm(embedded)).argmax(-1)
+        agreeing += int((model.head(drafted).argmax(-1) == wanted).sum())
+    return agreeing / PROBES
 
 
 def find_noise(model: Transformer, noise: torch.Tensor, wanted: float) -> float:
@@ -130,7 +132,7 @@ def main():
     source = open_checkpoint(args.checkpoint_path)
     without = load_model(source.without_mtp())
     model = load_model(source)
-    noise = torch.randn(model.config.dim, model.config.dim, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(model.config.dim, model.config.dim, generator=torch.Generator().manual_seed(1))
     noise /= model.config.dim**0.5
     sizes = {wanted: find_noise(model, noise, wanted) for wanted in args.agreements}
 

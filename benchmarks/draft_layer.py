@@ -19,10 +19,11 @@ from statistics import median
 
 import measure
 import torch
+from random_qwen35 import CYCLE, STEP
 
 from cli import run_command
 from drafts.draft import MAX_K
-from drafts.mtp import CHOICES, MtpDraft
+from drafts.mtp import CHOICES, DraftHead, MtpDraft
 from engine import Engine, Request, generate
 from layers import Linear
 from load import load_model, open_checkpoint
@@ -42,13 +43,15 @@ def set_noise(model: Transformer, noise: torch.Tensor, size: float):
 
 
 def agreement(model: Transformer) -> float:
-    """How often the layer's first drafted token is the model's own."""
+    """How often the layer drafts the token that the model says next."""
+    head = DraftHead(model)
     agreeing = 0
-    for tokens in torch.arange(1, PROBES + 1).split(8):  # a batch as in decoding, with the same operations
+    cycle = (3 + STEP * torch.arange(PROBES)) % CYCLE
+    for tokens in cycle.split(8):  # batches as in decoding, which run the same operations
         embedded = model.block_inputs(tokens[:, None])
         drafted = model.mtp.norm(model.mtp.join(embedded, torch.zeros_like(embedded)))
         wanted = model.head(model.norm(embedded)).argmax(-1)
-        agreeing += int((model.head(drafted).argmax(-1) == wanted).sum())
+        agreeing += int((head.logits(model, drafted).argmax(-1) == wanted).sum())
     return agreeing / PROBES
 
 

@@ -17,7 +17,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle_code
 from checkpoint import open_directory
 from cli import UserError
 from convert_hf_checkpoint import convert
-from drafts.mtp import MtpDraft
+from drafts.controller import Candidate, Controller
+from drafts.mtp import CHOICES, MtpDraft, draw_tokens
 from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization
 from load import ModelOptions, load_engine, load_model
@@ -277,11 +278,10 @@ def gguf_names(oracle):
     return arrays
 
 
-def test_gguf_files(member, model, byte_level, tmp_path):
+@pytest.mark.parametrize("member", ["qwen35-grouped"], indirect=True)  # llama.cpp has no biases
+def test_gguf_files(member, byte_level, tmp_path):
     """A file gives the directory's bits."""
     oracle, _ = member
-    if oracle.target.config.attention_bias:
-        return  # llama.cpp has no biases
     n_layer = oracle.target.config.num_hidden_layers
     extra = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": n_layer + 1}
     fields = vocabulary_fields(byte_level)
@@ -300,6 +300,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.parametrize("member", ["qwen35-grouped"], indirect=True)
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_layers_of_other_kinds_are_left_out(member, tmp_path, capsys, name):
     shutil.copytree(member[1], tmp_path / "x")
@@ -325,6 +326,7 @@ DEFAULT = {"kernels": "auto", "drafts_by_default": True}
     ({"draft": ["mtp"]}, ["mtp"]), ({"draft": ["prompt-lookup"]}, ["prompt-lookup"]),
     ({"draft": ["mtp", "prompt-lookup"]}, ["prompt-lookup", "mtp"]),
 ])  # fmt: skip
+@pytest.mark.parametrize("member", ["qwen35-grouped"], indirect=True)
 def test_when_the_layer_is_loaded(member, options, names):
     engine = load_engine(open_hf(member[1]), ModelOptions(device="cpu", dtype="float32", **options), 2, 40)
     if options.get("drafts_by_default") and not engine.model.backend.thread_invariant:
@@ -332,3 +334,43 @@ def test_when_the_layer_is_loaded(member, options, names):
     drafts = engine.decoding.drafts if isinstance(engine.decoding, Speculation) else []
     assert [draft.name for draft in drafts] == (names or [])
     assert (engine.model.mtp is not None) == ("mtp" in (names or []))
+
+
+@pytest.mark.parametrize("member", ["qwen35-grouped"], indirect=True)
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_passes_and_drafts_compile(member, kernels):
+    """Without a break of the graph, and with the same tokens."""
+    found = []
+    for compiled in (False, True):
+        model = load_model(open_hf(member[1]), dtype=torch.float32, kernels=kernels)
+        model.setup_caches(3, 100)
+        draft = MtpDraft(model)
+        functions = [model.hidden, draw_tokens]
+        if compiled:
+            options = {"fullgraph": True, "backend": "aot_eager", "dynamic": False}
+            functions = [torch.compile(function, **options) for function in functions]
+        hidden, draw = functions
+        tokens, input_pos = pad_rows(random_prompts((20, 11), seed=3), [0, 0])
+        with torch.no_grad():
+            hidden(tokens, input_pos, torch.tensor([2, 0]))
+            hidden(torch.tensor([[5], [6], [0]]), torch.tensor([[20], [11], [-1]]), torch.tensor([2, 0, 0]))
+            inputs = torch.tensor([[7, 8, 0], [21, 12, -1], [2, 0, 0]])
+            found.append(draw(model, draft.head, inputs, None, 4)[:2].tolist())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_controller_gives_a_layer_up_that_is_never_right(rows):
+    """Within 20 steps, and tries it seldom afterwards, whatever drafting costs."""
+    for cost in (0.03, 0.1, 0.3):
+        controller = Controller([MtpDraft.prior], lambda: None)
+        candidates = [Candidate(0, k, rows * k, None, k * cost) for k in CHOICES]
+        tries = []
+        for step in range(400):
+            choice = controller.choose(rows, candidates)
+            tokens, draft = (choice.tokens, choice.k * cost) if choice else (0, 0.0)
+            controller.update(rows, choice, (draft, 1 + 0.05 * tokens), [0] * rows)
+            if choice:
+                tries.append(step)
+        assert sum(step < 20 for step in tries) <= 12 and sum(20 <= step < 40 for step in tries) <= 1
+        assert len(tries) < 25

@@ -560,7 +560,7 @@ def test_each_draft_is_reported(tiny, capsys, monkeypatch):
         (["--speculate_k", "16", "--draft", "prompt-lookup"], "must be auto, or between 1 and 15, not 16"),
         (
             ["--draft", "guess"],
-            "'guess' is not one of prompt-lookup, lookup:FILE, medusa, ",
+            "'guess' is not one of prompt-lookup, lookup:FILE, mtp, medusa, ",
         ),
         (["--speculate_k", "x", "--draft", "prompt-lookup"], "must be auto, or between 1 and 15, not x"),
         (["--draft", "lookup:"], "'lookup:' is not one of"),

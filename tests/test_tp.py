@@ -50,8 +50,12 @@ LONGROPE = RopeScaling("longrope", original_max_seq_length=15, factors=(1.5,) * 
 PHI3 = LLAMA | {"rotary_dim": 10, "rope_scaling": LONGROPE}
 MINISTRAL3 = LLAMA | {"rope_scaling": RopeScaling("yarn", 4.0, 7), "query_scale_beta": 0.8}
 QWEN35 = LLAMA | {"attention_gate": True, "qk_norm": True, "float32_norms": True, "rotary_dim": 8}
-QWEN35_2 = QWEN35 | {"delta_net": DeltaNet((1,), n_key_head=4, n_value_head=12, key_dim=10, value_dim=16)}
-QWEN35_3 = QWEN35 | {"n_layer": 3, "delta_net": DeltaNet((0, 2), n_key_head=6, n_value_head=6, key_dim=9, value_dim=11)}
+QWEN35_2 = QWEN35 | {"mtp": True, "delta_net": DeltaNet((1,), n_key_head=4, n_value_head=12, key_dim=10, value_dim=16)}
+QWEN35_3 = QWEN35 | {
+    "mtp": True,
+    "n_layer": 3,
+    "delta_net": DeltaNet((0, 2), n_key_head=6, n_value_head=6, key_dim=9, value_dim=11),
+}
 LFM2_2 = QWEN3 | {"n_layer": 3, "short_conv": ShortConv((0, 2), 64, conv_width=4)}
 LFM2_3 = QWEN3 | {"short_conv": ShortConv((1,), 51, bias=True)}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}

@@ -21,6 +21,7 @@ from random_heads import random_heads
 from compile import compiled_steps
 from drafts.draft_model import ModelDraft
 from drafts.heads import MedusaDraft
+from drafts.mtp import MtpDraft
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, EngineOptions, Request, SingleProcess, generate
 from load import load_model
@@ -103,9 +104,28 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         note(f"drawn, {kind}", DRAWN, NEW, Speculation(make(), 2, False))
         assert found[f"greedy, {kind}"] == found["greedy"]
 
+    if model.mtp is not None:
+        draft = LoggedDraft(model)
+        note("greedy, mtp", GREEDY, NEW, Speculation([draft], 3, False))
+        found["proposals"] = draft.proposals
+        assert found["greedy, mtp"] == found["greedy"]
+
     if not compiled:
         found["logits"] = prefill_logits(model)
     return found
+
+
+class LoggedDraft(MtpDraft):
+    """Keeps what it proposes."""
+
+    def begin(self, engine):
+        super().begin(engine)
+        self.proposals = []
+
+    def propose(self, batch, k):
+        proposal = super().propose(batch, k)
+        self.proposals.append(proposal.tokens)
+        return proposal
 
 
 @torch.no_grad()

@@ -380,7 +380,8 @@ class Loader:
         return open_checkpoint(name, self.ranks)
 
     def load(self, checkpoint: Checkpoint, shard=WHOLE_MODEL) -> Transformer:
-        return load_model(checkpoint.without_mtp(), replace(self.options, dequantize=False), shard)
+        plain = replace(self.options, dequantize=False, draft=[], speculate_k=None, drafts_by_default=False)
+        return load_model(checkpoint, plain, shard)
 
     def install(self, model: nn.Module) -> nn.Module:
         return install_kernels(model, self.options.kernels, self.options.exact_activations)
@@ -397,11 +398,14 @@ def load_model(
 
     options: how to load it. Instead, some fields of ModelOptions may be given as keyword arguments.
     shard: a tp.Shard, to read one rank's slices only. On a CPU, this also sets the number of
-    threads, and how much freed memory the process keeps.
+    threads, and how much freed memory the process keeps. The layer that drafts tokens is left out
+    if no draft of the options uses it.
     """
     options = options or ModelOptions(**fields)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_directory(checkpoint)
+    if not wants_mtp(checkpoint, options):
+        checkpoint = checkpoint.without_mtp()
     device = choose_device(options.device)
     make_installer = choose_installer(device, options.kernels)
     make_installer.prepare_process(options.threads)

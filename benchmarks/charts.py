@@ -1,4 +1,5 @@
-"""Draw the JSON files of decode.py, ladder.py (decode beside prefill) and speculation.py, in a PNG beside each file.
+"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py and draft_layer.py, in a PNG
+beside each file.
 
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
@@ -108,6 +109,41 @@ def draw_gains(result: dict, path: Path):
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
+def draw_draft_layer(result: dict, path: Path):
+    """Draw what draft_layer.py measured: the gain by the share of accepted tokens, and the cost of a step by the number
+    of drafted tokens."""
+    figure = make_figure(3.6, f"{result['model']}: {title(result)}")
+    gains, costs = figure.subplots(1, 2)
+    for (rows, runs), colour in zip(result["by_agreement"].items(), (BLUE, ORANGE)):
+        points = sorted((run["accepted"], run["over_plain"], run["over_plain_spread"]) for run in runs.values())
+        accepted = [point[0] for point in points]
+        medians = [point[1] for point in points]
+        spread = [[middle - low, high - middle] for _, middle, (low, high) in points]
+        label = "1 row" if rows == "1" else f"{rows} rows"
+        gains.errorbar(accepted, medians, list(zip(*spread)), marker="o", color=colour, capsize=2, label=label)
+    gains.axhline(1, color="black", linewidth=1, linestyle=(0, (2, 1)), zorder=0)
+    gains.set_title("times plain decoding", fontsize=10, loc="left")
+    gains.set_xlabel("how often a drafted token is accepted", fontsize=9)
+    gains.set_ylim(0)
+    gains.legend(fontsize=9, frameon=False)
+
+    by_k = result["by_k"]["1"]
+    names = list(by_k)
+    drafting = [by_k[k]["draft_cost"] for k in names]
+    verifying = [by_k[k]["verify_cost"] for k in names]
+    costs.bar(names, verifying, color=BLUE, label="verifying")
+    costs.bar(names, drafting, bottom=verifying, color=ORANGE, label="drafting")
+    costs.axhline(1, color="black", linewidth=1, linestyle=(0, (2, 1)), zorder=0)
+    costs.set_title("a step of one row, times a plain step", fontsize=10, loc="left")
+    costs.set_xlabel("drafted tokens", fontsize=9)
+    costs.legend(fontsize=9, frameon=False)
+
+    for axes in (gains, costs):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    figure.savefig(path.with_suffix(".png"), format="png")
+
+
 def draw(path: Path):
     """Draw one file: one line of panels for each model.
 
@@ -115,6 +151,8 @@ def draw(path: Path):
     their weights.
     """
     result = read_json(path)
+    if "by_agreement" in result:
+        return draw_draft_layer(result, path)
     if "draft" in result.get("rows", [{}])[0]:
         return draw_gains(result, path)
 

@@ -9,8 +9,9 @@ the matrix that joins the token and the hidden state, as much as it takes for ea
 With agreement 0 the matrix is random. Each is decoded in turns with the same model without the layer,
 by --rows rows, with the number of drafted tokens that the controller chooses.
 
-The times of steps are also measured one by one: drafting and verifying k tokens, relative to a plain
-step.
+With a layer that is always right, steps that draft a fixed number of tokens are measured as well: what
+drafting takes, and what verifying takes, relative to a plain step. (The costs of the other runs mean
+nothing: these are means over steps with and without drafts.)
 """
 
 from collections.abc import Callable
@@ -23,14 +24,15 @@ from random_qwen35 import CYCLE, STEP
 
 from cli import run_command
 from drafts.draft import MAX_K
-from drafts.mtp import CHOICES, DraftHead, MtpDraft
+from drafts.mtp import CHOICES, DRAFT_TOKENS, DraftHead, MtpDraft
 from engine import Engine, Request, generate
 from layers import Linear
 from load import load_model, open_checkpoint
 from model import Transformer
 from speculative import Report, Speculation
+from tokenizer import Tokenizer
 
-NEW = 192  # tokens of each answer
+NEW = 128  # tokens of each answer
 PROBES = 512  # tokens on which the agreement is measured
 
 
@@ -43,15 +45,15 @@ def set_noise(model: Transformer, noise: torch.Tensor, size: float):
 
 
 def agreement(model: Transformer) -> float:
-    """How often the layer drafts the token that the model says next."""
+    """How often the layer drafts the token that follows in the cycle."""
     head = DraftHead(model)
     agreeing = 0
     cycle = (3 + STEP * torch.arange(PROBES)) % CYCLE
     for tokens in cycle.split(8):  # batches as in decoding, which run the same operations
         embedded = model.block_inputs(tokens[:, None])
         drafted = model.mtp.norm(model.mtp.join(embedded, torch.zeros_like(embedded)))
-        wanted = model.head(model.norm(embedded)).argmax(-1)
-        agreeing += int((head.logits(model, drafted).argmax(-1) == wanted).sum())
+        found = head.logits(model, drafted)[:, 0].float().argmax(-1)
+        agreeing += int((found == (tokens + STEP) % CYCLE).sum())
     return agreeing / PROBES
 
 
@@ -110,19 +112,27 @@ def compare(plain: Engine, engines: dict[str, tuple[Engine, Callable]], rounds: 
     results = measure.take_turns(turns, rounds)
 
     base = results["plain"]
+    base_rates = [one["tokens_per_s"] for one in base]
     found = {}
     for name in engines:
         own = results[name]
         assert all(one["tokens"] == other["tokens"] for one, other in zip(own, base)), f"{name}: other tokens"
-        rates = [[one["tokens_per_s"] for one in some] for some in (own, base)]
-        found[name] = measure.ratio("over_plain", *rates)
+        numbers = measure.ratio("over_plain", [one["tokens_per_s"] for one in own], base_rates)
         for key in ("accepted", "plain_steps", "steps"):
-            found[name][key] = median(one[key] for one in own)
-        for key in ("draft_s", "verify_s"):
-            found[name][key.replace("_s", "_cost")] = median(
-                one[key] / other["step_s"] for one, other in zip(own, base)
-            )
+            numbers[key] = median(one[key] for one in own)
+        for key in ("draft", "verify"):  # relative to a plain step
+            numbers[f"{key}_cost"] = median(one[f"{key}_s"] / other["step_s"] for one, other in zip(own, base))
+        found[name] = numbers
     return found
+
+
+def coverage(tokenizer: Tokenizer) -> dict[int, float]:
+    """The share of the tokens of this project's pages and code that are among the first n."""
+    texts = [
+        path.read_text() for pattern in ("*.md", "docs/*.md", "*.py") for path in sorted(measure.ROOT.glob(pattern))
+    ]
+    ids = [token for text in texts for token in tokenizer.encode(text, add_bos=False)]
+    return {n: sum(token < n for token in ids) / len(ids) for n in (16384, DRAFT_TOKENS, 65536)}
 
 
 @torch.no_grad()
@@ -133,13 +143,13 @@ def main():
     args = parser.parse_args()
 
     source = open_checkpoint(args.checkpoint_path)
-    without = load_model(source.without_mtp())
-    model = load_model(source)
+    without = load_model(source)
+    model = load_model(source, draft=["mtp"])
     noise = torch.randn(model.config.dim, model.config.dim, generator=torch.Generator().manual_seed(1))
     noise /= model.config.dim**0.5
     sizes = {wanted: find_noise(model, noise, wanted) for wanted in args.agreements}
 
-    result = {"model": source.name, "by_agreement": {}, "by_k": {}}
+    result = {"model": source.name, "coverage": coverage(source.tokenizer), "by_agreement": {}, "by_k": {}}
     for rows in args.rows:
         plain = Engine(without, rows, 2 * NEW)
         by_agreement = {}
@@ -153,7 +163,7 @@ def main():
         for kind in ("by_agreement", "by_k"):
             for name, numbers in result[kind][rows].items():
                 print(rows, kind, name, numbers)
-    measure.save("mtp", result, args.out)
+    measure.save("draft_layer", result, args.out)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> No
         writer.add_tensor(name, np.ones(shape, np.float32))
     elif name.endswith("ssm_a"):
         writer.add_tensor(name, -torch.empty(shape).uniform_(0.1, 16).numpy())
-    elif len(shape) == 1 or "conv1d" in name:
+    elif len(shape) == 1 or "conv" in name.split(".")[-2]:
         writer.add_tensor(name, torch.randn(shape).numpy())
     else:
         add_matrix(writer, name, 0.02 * torch.randn(shape))

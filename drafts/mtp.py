@@ -29,7 +29,7 @@ class MtpDraft(Draft):
     """Proposes tokens with the target's mtp.DraftLayer."""
 
     name = "mtp"
-    prior = (0.7, 3.0)
+    prior = (0.7, 2.0)
     max_k = CHOICES[-1]
 
     def __init__(self, model: Transformer):

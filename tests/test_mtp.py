@@ -93,7 +93,7 @@ def save_with_layer(model, folder, path):
 
 @pytest.fixture(scope="module")
 def model(member):
-    return load_model(open_hf(member[1]), dtype=torch.float32)
+    return load_model(open_hf(member[1]), dtype=torch.float32, draft=["mtp"])
 
 
 def drafted(model, tokens, k, parts):
@@ -139,7 +139,7 @@ PASSES = [[(0, 0, 40), (2, 0, 9)], [(0, 37, 5), (1, 0, 2), (2, 9, 1)], [(2, 9, 1
 
 def test_the_operation_equals_plain_torch(member):
     """Whatever the passes are: rows side by side, several batch rows of one row, tokens that are read again."""
-    fused = load_model(open_hf(member[1]), dtype=torch.float32)
+    fused = load_model(open_hf(member[1]), dtype=torch.float32, draft=["mtp"])
     if fused.backend.write_draft_keys is None:
         pytest.skip("no kernels for this machine")
     plain = copy.deepcopy(fused)
@@ -232,14 +232,14 @@ def test_bits_of_a_quantized_model_with_drafts(tiny, tmp_path, format):
     save_with_layer(save_random(config, tmp_path / "hf", seed=3), tmp_path / "hf", tmp_path / "mtp")
     exact = convert(open_hf(tmp_path / "mtp"), tmp_path / "exact", torch.float32)
     quantize_checkpoint(exact, tmp_path / "q", Quantization(format, 32, "int8"))
-    model = load_model(tmp_path / "q")
+    model = load_model(tmp_path / "q", draft=["mtp"])
     assert model.mtp.block.mlp.down.stored_as == format
     if not model.backend.chunk_invariant:
         pytest.skip("no kernels for this machine")
     expected = entries(model, [], PROMPTS, 1)
     for rows in (1, 4):
         assert entries(model, [MtpDraft(model)], PROMPTS, rows) == expected
-    without = load_model(open_directory(tmp_path / "q").without_mtp())
+    without = load_model(tmp_path / "q")
     assert without.mtp is None and entries(without, [], PROMPTS, 1) == expected
 
 
@@ -286,8 +286,8 @@ def test_gguf_files(member, byte_level, tmp_path):
     extra = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": n_layer + 1}
     fields = vocabulary_fields(byte_level)
     write_gguf(tmp_path / "x.gguf", oracle.target, fields, extra=extra, tensors=gguf_names(oracle))
-    state = load_model(open_gguf(tmp_path / "x.gguf"), dtype=torch.float32).state_dict()
-    expected = load_model(open_hf(member[1]), dtype=torch.float32).state_dict()
+    state = load_model(open_gguf(tmp_path / "x.gguf"), dtype=torch.float32, draft=["mtp"]).state_dict()
+    expected = load_model(open_hf(member[1]), dtype=torch.float32, draft=["mtp"]).state_dict()
     assert state.keys() == expected.keys()
     own = [name for name in state if name.startswith("mtp.")]
     assert len(own) == 12 and all(torch.equal(state[name], expected[name]) for name in own)
@@ -342,7 +342,7 @@ def test_passes_and_drafts_compile(member, kernels):
     """Without a break of the graph, and with the same tokens."""
     found = []
     for compiled in (False, True):
-        model = load_model(open_hf(member[1]), dtype=torch.float32, kernels=kernels)
+        model = load_model(open_hf(member[1]), dtype=torch.float32, kernels=kernels, draft=["mtp"])
         model.setup_caches(3, 100)
         draft = MtpDraft(model)
         functions = [model.hidden, draw_tokens]

@@ -123,6 +123,7 @@ def launched(tmp_path_factory):
         (folder / str(i)).mkdir()
         cases[name] = {"ranks": case[0], "path": make(folder / str(i), case), "kernels": case[-2], "compiled": case[-1]}
         cases[name]["draft"] = name in WITH_DRAFT
+        cases[name]["drafts"] = ["mtp"] if case[1].get("mtp") else []
     torch.save(cases, folder / "cases.pt")
     command = [sys.executable, str(ROOT / "tests" / "tp_worker.py"), "cases", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "WORLD_SIZE": "4"}
@@ -140,7 +141,7 @@ def launched(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_equals_the_single_process(launched, name):
     found, case = launched[name]
-    model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"])
+    model = load_model(case["path"], dtype=torch.float32, kernels=case["kernels"], draft=case["drafts"])
     draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
     expected = outcome(model, compiled=False, draft=draft)
     for kind in [kind for kind in found if kind != "logits" and not kind.endswith(": cache")]:

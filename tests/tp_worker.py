@@ -156,7 +156,7 @@ def run_cases(folder: Path):
             continue
         group = groups[case["ranks"]]
         how = {"kernels": case["kernels"], "shard": Shard.in_group(group)}
-        model = load_model(case["path"], dtype=torch.float32, **how)
+        model = load_model(case["path"], dtype=torch.float32, draft=case["drafts"], **how)
         draft = load_model(case["path"], dtype=torch.float32) if case["draft"] else None
         mine = outcome(model, GroupRanks(group), case["compiled"], draft)
         everyone = [None] * case["ranks"]

@@ -14,7 +14,6 @@ from schedules import NoisyDraft, fuzz_states
 from test_families import vocabulary_fields
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle_code
 
-from checkpoint import open_directory
 from cli import UserError
 from convert_hf_checkpoint import convert
 from drafts.controller import Candidate, Controller

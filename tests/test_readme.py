@@ -325,18 +325,10 @@ def quantization_numbers():
 
 def speculation_numbers():
     page = "docs/speculation.md"
-    rows = [(model, row) for model, end in MODELS.items() for row in results(f"speculation{end}", page)["rows"]]
-    for cells, (model, row) in zip(table(page, "| model | prompts"), rows, strict=True):
-        assert cells[:3] == [f"{model} {row['target']}", row["prompts"], row["draft"]]
-        assert cells[11] == f"{row['same_text']} of {row['of']}"
-        yield cells[3], row["tokens_per_s"]
-        yield cells[4], row["over_plain"]
-        if row["draft"] != "plain":
-            yield cells[5], row["predicted_over_plain"]
-            yield cells[6].split(" of ")[0], row["mean_accepted_tokens"]
-            yield cells[6].split(" of ")[1], row["mean_proposed_tokens"]
-            yield from zip(cells[7].removesuffix(" %").split("/"), (100 * x for x in row["acceptance_by_place"]))
-            yield from zip(cells[8:11], (row["a"], row["c"], row["v"]))
+    runs = results("draft_layer", page)["by_agreement"]["1"].values()
+    for cells, run in zip(table(page, "| accepted tokens |"), runs, strict=True):
+        yield cells[0], 100 * run["accepted"]
+        yield from zip(cells[1:], (run["over_plain"], *run["over_plain_spread"]))
 
 
 def bloom_numbers():

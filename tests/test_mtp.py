@@ -1,6 +1,7 @@
 """The layer that drafts tokens (mtp): its outputs, its state, what it proposes."""
 
 import copy
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from gguf_writer import NAMES, OTHER_NAMES, write_gguf
 from safetensors.torch import load_file, save_file
 from schedules import NoisyDraft, fuzz_states
 from test_families import vocabulary_fields
+from test_recurrent import convert_with_llama_cpp, needs_llama_cpp, random_qwen35
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle_code
 
 from cli import UserError
@@ -290,6 +292,24 @@ def test_gguf_files(member, byte_level, tmp_path):
     assert state.keys() == expected.keys()
     own = [name for name in state if name.startswith("mtp.")]
     assert len(own) == 12 and all(torch.equal(state[name], expected[name]) for name in own)
+
+
+@pytest.mark.full
+@needs_llama_cpp
+@pytest.mark.parametrize("sizes", [(2, 2, 16, 4, 4), (3, 1, 8, 5, 2)])
+def test_a_file_of_llama_cpps_converter(byte_level, tmp_path, sizes):
+    config = random_qwen35(*sizes)
+    save_with_layer(save_random(config, tmp_path / "without", seed=2), tmp_path / "without", tmp_path / "hf")
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"mtp_num_hidden_layers": 1}))
+    directory, file = convert_with_llama_cpp(tmp_path, byte_level)
+    models = [
+        load_model(source, dtype=torch.float32, draft=["mtp"]) for source in (open_hf(directory), open_gguf(file))
+    ]
+    [tokens] = random_prompts((60,), V=900, seed=4)
+    assert drafted(models[0], tokens, 6, [59]) == drafted(models[1], tokens, 6, [59])
+    states = [model.mtp.state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 LEFT_OUT = {

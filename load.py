@@ -328,7 +328,7 @@ def wants_mtp(checkpoint: Checkpoint, options: ModelOptions) -> bool:
     if "mtp" not in options.draft_kinds:
         return checkpoint.config.mtp and options.drafts_by_default and options.device == "cpu"
     if not checkpoint.config.mtp:
-        what = "has no layer that drafts tokens; --draft prompt-lookup works with every model"
+        what = "has no layer that drafts tokens, or one of another kind; --draft prompt-lookup works with every model"
         raise UserError(f"--draft mtp: {checkpoint.path} {what}")
     return True
 
@@ -350,7 +350,7 @@ def make_speculation(drafts: list, speculate_k: int | str | None):
         return Speculation(drafts)
     most = drafts[0].max_k
     if len(drafts) == 1 and most < speculate_k:
-        print_status(f"--speculate_k {speculate_k}: there are only {most} heads, so {most} tokens are proposed")
+        print_status(f"--speculate_k {speculate_k}: {drafts[0].name} proposes at most {most} tokens")
     return Speculation(drafts, speculate_k, automatic=False)
 
 

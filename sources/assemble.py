@@ -73,9 +73,9 @@ def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
     return "", module
 
 
-def with_draft_layer(path: Path, config: Config, layout: Layout, found: list[str]) -> Config:
-    """The Config of a model whose file has these tensors of a layer that drafts tokens (mtp). If the
-    layer is of another kind than mtp.DraftLayer, a line says that it is left out."""
+def with_draft_layer(path: Path, config: Config, layout: Layout, found: dict[str, tuple]) -> Config:
+    """The Config of a model whose file has these tensors (name -> shape) of a layer that drafts tokens
+    (mtp). If the layer is of another kind than mtp.DraftLayer, a line says that it is left out."""
     if not found:
         return config
     if layout.draft_layer is None or config.recurrent is None:
@@ -83,15 +83,25 @@ def with_draft_layer(path: Path, config: Config, layout: Layout, found: list[str
     else:
         config_with = dataclasses.replace(config, mtp=True)
         places = destinations(config_with, layout)
-        expected = {name for name, place in places.items() if place.target.startswith("mtp.")}
-        if expected == set(found):
+        expected = {name: place.shape for name, place in places.items() if place.target.startswith("mtp.")}
+        why = difference(expected, found)
+        if why is None:
             return config_with
-        others = sorted(set(found) - expected)
-        missing = sorted(expected - set(found))
-        why = f"{and_more(others)} is not supported" if others else f"it lacks {and_more(missing)}"
     tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
     print_status(f"{path}: left out: {tensors} of a layer that drafts tokens (mtp): {why}")
     return config
+
+
+def difference(expected: dict[str, tuple], found: dict[str, tuple]) -> str | None:
+    """How tensors (name -> shape) differ from the expected ones; None if they do not."""
+    if others := sorted(found.keys() - expected.keys()):
+        return f"not supported: {and_more(others)}"
+    if missing := sorted(expected.keys() - found.keys()):
+        return f"it lacks {and_more(missing)}"
+    for name, shape in found.items():
+        if shape != tuple(expected[name]):
+            return f"{name} is {shape}, but by the model's sizes it should be {tuple(expected[name])}"
+    return None
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def open_hf(directory: Path) -> Checkpoint:
     layout = family.layout
     if config.tied_embeddings:
         config, layout = correct_tied_head(config, file)
-    draft_tensors = [name for name in file.shapes() if is_of_draft_layer(name)]
+    draft_tensors = {name: shape for name, shape in file.shapes().items() if is_of_draft_layer(name)}
     config = with_draft_layer(directory, config, layout, draft_tensors)
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
@@ -152,7 +152,7 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
     file = GgufFile(path)
     config = file.config()
     layout = file.family.gguf_layout
-    draft_tensors = [name for name in file.shapes() if file.is_of_draft_layer(name)]
+    draft_tensors = {name: shape for name, shape in file.shapes().items() if file.is_of_draft_layer(name)}
     config = with_draft_layer(path, config, layout, draft_tensors)
 
     def unneeded(name: str) -> bool:

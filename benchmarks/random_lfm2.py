@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gguf
 import torch
-from random_qwen35 import add_random, copy_tokenizer
+from random_qwen35 import add_random, copy_tokenizer, write_file
 
 from cli import run_command
 
@@ -83,10 +83,7 @@ def main():
     for layer in range(LAYERS):
         for name, shape in layer_shapes(layer).items():
             add_random(writer, f"blk.{layer}.{name}", shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,13 @@ def copy_tokenizer(writer: gguf.GGUFWriter, source: gguf.GGUFReader) -> int:
     return len(source.fields["tokenizer.ggml.tokens"].data)
 
 
+def write_file(writer: gguf.GGUFWriter):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main():
     parser = argparse.ArgumentParser(description="Write a GGUF file of Qwen3.5's architecture with random weights.")
     parser.add_argument("shape", choices=SHAPES)
@@ -191,10 +198,7 @@ def main():
                 add_matrix(writer, f"blk.{layer}.{name}", torch.zeros(tensor_shape))
             else:
                 add_random(writer, f"blk.{layer}.{name}", tensor_shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,31 @@ def test_the_operation_equals_plain_torch(member):
     torch.testing.assert_close(*tails, rtol=NEAR, atol=20 * NEAR)
 
 
+def test_drafts_after_reuse(member, model):
+    """In rows that go on from another one: within its last pass, and from its snapshot at position 24."""
+    oracle, _ = member
+    draft = MtpDraft(model)
+    draft.begin(Engine(model, 3, 100))
+    [tokens] = random_prompts((61,), seed=9)
+
+    @torch.no_grad()
+    def read(row, start, stop):
+        model(torch.tensor([tokens[start:stop]]), torch.arange(start, stop)[None], torch.tensor([row]))
+
+    read(0, 0, 40)
+    model.offer_snapshot(0, unread=0)
+    read(0, 40, 56)
+    for target, n in ((1, 50), (2, 24), (0, 24)):
+        assert model.restorable(0, n) == n
+        model.reuse(0, target, n)
+        for end in (n, 60):  # at once, and after more tokens
+            if end > n:
+                read(target, n, end)
+            with torch.no_grad():
+                found = draft.draw(model, draft.head, torch.tensor([[tokens[end]], [end], [target]]), None, 4)
+            assert found[0].tolist() == oracle.draft(tokens[: end + 1], 4)[0], (target, n, end)
+
+
 class CheckingDraft(NoisyDraft):
     """Checks in each step what the layer drafts: the same as the oracle, which sees the row's tokens at once."""
 

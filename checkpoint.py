@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
-from config import Config, DeltaNet, RopeScaling, ShortConv
+from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import Quantization, matrices, swap
 from kernels import Installer
 from model import WHOLE_MODEL, Transformer
@@ -36,8 +36,15 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
-# The names of tensors that are float32 in a model of any dtype end so: those of recurrent.py.
-FLOAT32_TENSORS = (".conv.weight", ".conv.bias", ".decay.weight", ".decay.bias")
+# The names of tensors that are float32 in a model of any dtype end so: those of recurrent.py and experts.py.
+FLOAT32_TENSORS = (
+    ".conv.weight",
+    ".conv.bias",
+    ".decay.weight",
+    ".decay.bias",
+    ".router.weight",
+    ".shared_gate.weight",
+)
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
 # ---------------------------------------------------------------- a model in files
@@ -259,15 +266,11 @@ def read_quantization(directory: Path) -> Quantization | None:
 def make_config(path: Path, **fields) -> Config:
     """A Config from the fields of a JSON file. If they are not valid, a UserError names the file."""
     try:
-        scaling = fields.get("rope_scaling")
-        if scaling is not None and not isinstance(scaling, RopeScaling):
-            fields["rope_scaling"] = RopeScaling(**with_tuples(dict(scaling)))
-        net = fields.get("delta_net")
-        if net is not None and not isinstance(net, DeltaNet):
-            fields["delta_net"] = DeltaNet(**with_tuples(dict(net)))
-        conv = fields.get("short_conv")
-        if conv is not None and not isinstance(conv, ShortConv):
-            fields["short_conv"] = ShortConv(**with_tuples(dict(conv)))
+        parts = {"rope_scaling": RopeScaling, "delta_net": DeltaNet, "short_conv": ShortConv, "experts": Experts}
+        for name, kind in parts.items():
+            part = fields.get(name)
+            if part is not None and not isinstance(part, kind):
+                fields[name] = kind(**with_tuples(dict(part)))
         return Config(**with_tuples(fields))
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 # Files and folders of this project that may be deleted. A command that needs one of them says so.
 OPTIONAL = ("chat", "convert_hf_checkpoint", "cpu", "drafts", "evaluate", "grammar", "kernels_triton", "mtp")
-OPTIONAL += ("ranks", "recurrent", "serve", "server", "sources", "speculative", "tp", "training")
+OPTIONAL += ("experts", "ranks", "recurrent", "serve", "server", "sources", "speculative", "tp", "training")
 
 
 class UserError(Exception):

@@ -1,5 +1,5 @@
-"""The hyperparameters of a model: Config, and its parts RopeScaling, DeltaNet and ShortConv; the
-checks of their values.
+"""The hyperparameters of a model: Config, and its parts RopeScaling, DeltaNet, ShortConv and Experts;
+the checks of their values.
 
 Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E
 head width, D model width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a
@@ -118,6 +118,33 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The sizes of a model's sparse layers (experts.py): each has X small MLPs, the experts, in the
+    place of one large MLP, and each token uses a few of them.
+
+    The layer that drafts tokens (mtp) is sparse, too.
+    """
+
+    layers: tuple[int, ...]  # the sparse layers; the others have an MLP
+    n_expert: int  # X
+    n_active: int  # how many experts a token uses
+    hidden_dim: int  # the hidden width of an expert
+    normalized: bool = True  # a token's weights of its experts are divided by their sum
+    # Qwen3.5: the hidden width of one more expert, which all tokens use, with a gate; 0: there is none
+    shared_dim: int = 0
+
+    def __post_init__(self):
+        for name in ("n_expert", "n_active", "hidden_dim"):
+            check_positive_int(name, getattr(self, name))
+        if self.shared_dim != 0:
+            check_positive_int("shared_dim", self.shared_dim)
+        if self.n_active > self.n_expert:
+            raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
+        if not isinstance(self.normalized, bool):
+            raise ValueError(f"normalized must be true or false, not {self.normalized!r}")
+
+
+@dataclass(frozen=True)
 class Config:
     """The hyperparameters of a model. The switches below the sizes tell the families apart."""
 
@@ -142,6 +169,7 @@ class Config:
     attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
     delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
     short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution in the place of attention
+    experts: Experts | None = None  # Mixtral, Qwen3-MoE, Qwen3.5-MoE: some layers have experts in the place of an MLP
     mtp: bool = False  # Qwen3.5: one more layer drafts tokens (mtp.py)
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
@@ -185,6 +213,10 @@ class Config:
             raise ValueError("mtp needs layers with a recurrent state, whose snapshots hold what it needs")
         if self.recurrent is not None:
             layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
+        if self.experts is not None:
+            layers_with["Experts layers"] = self.experts.layers
+            if self.mlp != "swiglu" or self.mlp_bias:
+                raise ValueError("experts need mlp 'swiglu' without mlp_bias")
         for name, layers in layers_with.items():
             if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
@@ -237,6 +269,10 @@ class Config:
     def attention_layers(self) -> int:
         """The number of layers with attention."""
         return self.n_layer - len(self.recurrent.layers if self.recurrent else ())
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts. The layer that drafts tokens is number n_layer."""
+        return self.experts is not None and (layer in self.experts.layers or layer == self.n_layer)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer; None if it attends to all positions."""

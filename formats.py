@@ -492,20 +492,22 @@ class QuantizedLinear(MatrixLayer):
         return self.format.unpack(self.parts(rows), self.groupsize, self.in_features)
 
     def forward(self, x: Tensor):
-        """The reference: unpacks W in blocks of rows, so that W is never in memory whole.
+        """The reference."""
+        y = self.multiply_rows(x, 0, self.out_features)
+        return y if self.bias is None else y + self.bias
 
-        A compiled graph fuses the unpacking with the product, without blocks.
-        """
+    def multiply_rows(self, x: Tensor, start: int, stop: int):
+        """Unpacks W in blocks of rows, so that W is never in memory whole. A compiled graph fuses the
+        unpacking with the product, without blocks."""
         step = max(1, UNPACK_BLOCK // self.in_features)
         if torch.compiler.is_compiling():
-            step = self.out_features
+            step = stop - start
 
         pieces = []
-        for start in range(0, self.out_features, step):
-            weights = self.weights(slice(start, start + step))
+        for first in range(start, stop, step):
+            weights = self.weights(slice(first, min(first + step, stop)))
             pieces.append(F.linear(x, weights.to(x.dtype)))
-        y = torch.cat(pieces, dim=-1)
-        return y if self.bias is None else y + self.bias
+        return torch.cat(pieces, dim=-1)
 
     def first_rows(self, n: int):
         with torch.device("meta"):
@@ -531,6 +533,7 @@ class StackedLinear(nn.ModuleList):
     def __init__(self, pieces: Iterable[MatrixLayer], bias: Tensor | None):
         super().__init__(pieces)
         self.in_features = self[0].in_features
+        self.experts = self[0].experts
         self.out_features = sum(piece.out_features for piece in self)
         self.register_buffer("bias", bias)
 
@@ -538,12 +541,21 @@ class StackedLinear(nn.ModuleList):
         y = torch.cat([piece(x) for piece in self], -1)
         return y if self.bias is None else y + self.bias
 
+    def multiply_expert(self, x: Tensor, e: int) -> Tensor:
+        """x times the matrices of expert e, if the pieces have an expert's gate and up."""
+        return torch.cat([piece.multiply_expert(x, e) for piece in self], -1)
+
 
 def piece_rows(config: Config, name: str) -> list[int]:
     """How many rows of a module's matrix belong to each of the matrices that it consists of."""
     H, K, E = config.heads
     queries = 2 * H * E if config.attention_gate else H * E
     pieces = {"qkv": [queries, K * E, K * E], "gate_up": [config.hidden_dim, config.hidden_dim]}
+    if config.experts is not None and name.endswith("experts.gate_up"):
+        rows = config.experts.n_expert * config.experts.hidden_dim
+        pieces["gate_up"] = [rows, rows]
+    if config.experts is not None and name.endswith("experts.shared.gate_up"):
+        pieces["gate_up"] = [config.experts.shared_dim] * 2
     if config.delta_net is not None:
         net = config.delta_net
         pieces["inputs"] = [net.conv_channels, net.values_width, net.n_value_head, net.n_value_head]
@@ -558,7 +570,9 @@ def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> 
     C = plain.in_features
     pieces = []
     for N, scheme in zip(rows, schemes):
-        pieces.append(Linear(C, N, False) if scheme is None else QuantizedLinear(C, N, False, scheme))
+        piece = Linear(C, N, False) if scheme is None else QuantizedLinear(C, N, False, scheme)
+        piece.experts = plain.experts
+        pieces.append(piece)
     bias = None if plain.bias is None else torch.empty(plain.bias.shape)
     return StackedLinear(pieces, bias)
 
@@ -566,7 +580,9 @@ def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> 
 def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLinear:
     """An empty quantized layer for the matrix of another one."""
     kind = QuantizedEmbedding if isinstance(plain, (Embedding, QuantizedEmbedding)) else QuantizedLinear
-    return kind(plain.in_features, plain.out_features, plain.bias is not None, scheme)
+    layer = kind(plain.in_features, plain.out_features, plain.bias is not None, scheme)
+    layer.experts = plain.experts
+    return layer
 
 
 # Formats whose values int4 or int8 can hold exactly: format -> (int4 or int8, the level that stands
@@ -647,6 +663,7 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
         else:
             dense = Linear(C, N, layer.bias is not None)
     dense.load_state_dict(state, assign=True)
+    dense.experts = layer.experts
     return dense
 
 

@@ -51,6 +51,13 @@ def define(schema, fake=None):
         torch.library.register_fake(f"fastpath::{OPERATIONS[-1]}", fake, lib=LIBRARY)
 
 
+def define_reference(schema, function, fake):
+    """Declare an operation that is implemented in Python, on all devices: torch.compile does not look
+    into it."""
+    define(schema, fake)
+    LIBRARY.impl(OPERATIONS[-1], function, "CompositeExplicitAutograd")
+
+
 def find_kernels(device_type):
     """Record which operations have kernels on a type of device ("cpu" or "cuda"). Call it after
     they are registered."""

@@ -1,4 +1,4 @@
-"""The layers that a model is made of: Linear, Embedding, RMSNorm, LayerNorm.
+"""The layers that a model is made of: Linear, Embedding, ExpertStack, RMSNorm, LayerNorm.
 
 Those of torch.nn are not used, because they initialize their weights. That takes time, and on the
 meta device it imports torch's compiler (1.2 s). These are built on the meta device, and a
@@ -29,6 +29,7 @@ class MatrixLayer(nn.Module):
     """
 
     stored_as: str | None = None  # the matrix's format, a name of formats.FORMATS; None if it is not quantized
+    experts = 1  # how many matrices of equal sizes stand one below the other: see ExpertStack
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -39,6 +40,15 @@ class MatrixLayer(nn.Module):
         """A linear layer without bias that has the first n rows of the matrix, in the same memory. None
         if they do not stand together there. n is a multiple of 16, or the number of rows."""
         return None
+
+    def multiply_rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """x (...,C) times rows start..stop of the matrix: (...,stop - start)."""
+        raise NotImplementedError
+
+    def multiply_expert(self, x: Tensor, e: int) -> Tensor:
+        """x times the matrix of expert e."""
+        N = self.out_features // self.experts
+        return self.multiply_rows(x, e * N, (e + 1) * N)
 
 
 class Linear(MatrixLayer):
@@ -51,6 +61,9 @@ class Linear(MatrixLayer):
 
     def forward(self, x: Tensor):
         return linear(x, self.weight, self.bias)
+
+    def multiply_rows(self, x: Tensor, start: int, stop: int):
+        return linear(x, self.weight[start:stop])
 
     def first_rows(self, n: int):
         with torch.device("meta"):
@@ -70,6 +83,16 @@ class Embedding(Linear):
 
     def forward(self, tokens: Tensor):
         return F.embedding(tokens, self.weight)
+
+
+class ExpertStack(Linear):
+    """A matrix (N,C) for each of X experts: one matrix (X*N,C), with an expert's rows after those of
+    the expert before it. So it is stored, quantized and split like any other matrix."""
+
+    def __init__(self, in_features: int, out_features: int, experts: int):
+        """out_features: N, of one expert."""
+        super().__init__(in_features, experts * out_features, bias=False)
+        self.experts = experts
 
 
 class RMSNorm(nn.Module):

@@ -2,7 +2,7 @@
 
 Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are
 in config.py, the operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py.
-Layers that some models have besides are in recurrent.py and mtp.py.
+Layers that some models have besides are in recurrent.py, experts.py and mtp.py.
 Knows nothing of text, sampling, files or devices: kernels.py dispatches each operation to the
 kernel of the device.
 
@@ -117,6 +117,7 @@ class Transformer(nn.Module):
         # The most tokens of a row in one pass over a prompt, so that snapshots can be taken between
         # passes; None means any number.
         self.longest_pass: int | None = None
+        self.expert_counts: Tensor | None = None  # (sparse layers, X+1), from setup_caches: see SparseMLP.set_counts
         self.snapshots = None  # a recurrent.Snapshots, from setup_caches, if there are recurrent states
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int, snapshot_bytes: int | None = None):
@@ -144,6 +145,12 @@ class Transformer(nn.Module):
         for block in self.all_blocks:
             if block.attention is not None:
                 block.attention.positions = self.positions
+
+        sparse = [block.experts for block in self.all_blocks if block.experts is not None]
+        if sparse:
+            self.expert_counts = torch.zeros(len(sparse), sparse[0].X + 1, dtype=torch.int64, device=self.device)
+            for experts, counts in zip(sparse, self.expert_counts):
+                experts.set_counts(counts)
 
         recurrent = [state for state in self.states if not isinstance(state, KVCache)]
         if recurrent:
@@ -289,8 +296,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention (or a gated delta net or a short convolution in its place), then an MLP, each with a
-    residual connection and with norms before it, after it, or both."""
+    """Attention (or a gated delta net or a short convolution in its place), then an MLP (or experts in
+    its place), each with a residual connection and with norms before it, after it, or both."""
 
     def __init__(self, config: Config, layer: int, rope_table: int, shard):
         super().__init__()
@@ -318,7 +325,15 @@ class Block(nn.Module):
             self.short_conv = ShortConvolution(config)
         self.attention_post_norm = make_norm(config) if norm_after else None
         self.mlp_norm = make_norm(config) if norm_before else None
-        self.mlp = MLP(config)
+        self.mlp = None
+        self.experts = None
+        if config.is_sparse(layer):
+            from experts import SparseMLP
+
+            shared_dim = config.experts.shared_dim
+            self.experts = SparseMLP(config, MLP(config, shared_dim) if shared_dim else None)
+        else:
+            self.mlp = MLP(config, config.hidden_dim)
         self.mlp_post_norm = make_norm(config) if norm_after else None
 
     @property
@@ -340,7 +355,7 @@ class Block(nn.Module):
         x = self.add(x, h, y, self.attention_post_norm)
 
         h = x if self.mlp_norm is None else self.mlp_norm(x)
-        y = self.mlp(h)
+        y = self.mlp(h) if self.experts is None else self.experts(h, input_pos)
         return self.add(x, h, y, self.mlp_post_norm)
 
     def add(self, x: Tensor, h: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
@@ -498,15 +513,15 @@ def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snap
 class MLP(nn.Module):
     """SwiGLU or GeGLU (arXiv:2002.05202), or BLOOM's ungated tanh-GELU."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, hidden_dim: int):
         super().__init__()
         self.kind = config.mlp
         self.gated = config.mlp != "gelu"
         if self.gated:
-            self.gate_up = Linear(config.dim, 2 * config.hidden_dim, config.mlp_bias)  # rows gate, then up
+            self.gate_up = Linear(config.dim, 2 * hidden_dim, config.mlp_bias)  # rows gate, then up
         else:
-            self.up = Linear(config.dim, config.hidden_dim, config.mlp_bias)
-        self.down = Linear(config.hidden_dim, config.dim, config.mlp_bias)
+            self.up = Linear(config.dim, hidden_dim, config.mlp_bias)
+        self.down = Linear(hidden_dim, config.dim, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:

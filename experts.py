@@ -54,7 +54,7 @@ class SparseMLP(nn.Module):
         self.down = ExpertStack(experts.hidden_dim, config.dim, self.X)
         self.shared = shared
         self.shared_gate = None if shared is None else Router(config.dim, 1)
-        # What an Installer sets: run(x, ids, weights) -> y (M,D) float32, as run_experts returns it
+        # What an Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the whole layer
         self.run: Callable | None = None
         self.max_run_tokens = 0  # it takes passes of up to this many new tokens per row
         self._register()
@@ -74,18 +74,16 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
         """x (B,S,D) to (B,S,D). input_pos (B,S): -1 is padding, which uses no expert."""
-        D = x.shape[2]
+        if self.run is not None and x.shape[1] <= self.max_run_tokens:
+            return self.run(x, input_pos, self.counts)
+
         ids, weights = self.choose(x)  # (B,S,k)
         ids = torch.where(input_pos[:, :, None] >= 0, ids, -1)
         self.count(ids)
 
         few = x.shape[1] <= MAX_DECODE_TOKENS
-        tokens = x.reshape(-1, D), ids.view(-1, self.k), weights.view(-1, self.k)
-        if self.run is not None and x.shape[1] <= self.max_run_tokens:
-            y = self.run(*tokens)
-        else:
-            y = torch.ops.fastpath.experts.default(*tokens, self.number, few)
-        y = y.view(x.shape)
+        run = torch.ops.fastpath.experts.default
+        y = run(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), self.number, few).view(x.shape)
         if self.shared is not None:
             y = y + self.shared_gate(x).sigmoid() * self.shared(x)
         return y.to(x.dtype)
@@ -110,6 +108,8 @@ class SparseMLP(nn.Module):
 
 class Router(nn.Module):
     """x W^T in float32: the logits of the experts, or of the gate of the shared expert."""
+
+    bias = None  # so that it can be prepared for the kernels as a Linear
 
     def __init__(self, dim: int, n: int):
         super().__init__()

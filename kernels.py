@@ -585,7 +585,8 @@ def delta_chunks(M, q, k, v, log_decay, beta):
 #     weight (N,C); or "tiles", for one that is packed for AMX. With `exact`, activations are not
 #     quantized to 8 bits.
 #   stack_layers makes one layer of several, whose outputs follow each other.
-#   prepare_block makes a block of four layers, and `blocks` runs several blocks.
+#   prepare_experts makes the experts of a sparse layer of their layers, and sparse_mlp runs them.
+#   prepare_block makes a block of four layers, or of two and experts, and `blocks` runs several blocks.
 #   write_draft_keys writes the keys and values of the layer that drafts tokens (mtp.py).
 #   medusa draws the greedy tokens of Medusa heads.
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
@@ -598,15 +599,20 @@ define(
     "embed_packed(Tensor tokens, int layer, int C) -> Tensor",
     lambda t, _, C: t.new_empty((*t.shape, C), dtype=torch.float32),
 )
+define("prepare_experts(int[] layers, int[] sizes, bool normalized, ScalarType dtype) -> int")
+define("release_experts(int[] handles) -> ()")
+define("sparse_mlp(Tensor x, Tensor input_pos, Tensor(a!) counts, int experts) -> Tensor", empty_like_first)
 define(
     "prepare_block(Tensor?[] norms, int[] layers, int[] sizes, ScalarType dtype, int? window, float scale, float eps, "
-    "float residual_scale, str activation, bool qk_norm_whole, bool post_norm_residual, int rope_table) -> int"
+    "float residual_scale, str activation, bool qk_norm_whole, bool post_norm_residual, int rope_table, "
+    "int? experts) -> int"
 )
 define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
-    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] states, int[] handles) -> Tensor",
+    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] states, "
+    "Tensor(d!)[] expert_counts, int[] handles) -> Tensor",
     empty_like_first,
 )
 define(

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "delta.h"
+#include "experts.h"
 
 namespace fastpath {
 
@@ -90,6 +91,7 @@ struct PreparedBlock {
   // by before they are added to x.
   float scale, eps, residual_scale;
   bool gated, gelu, qk_norm_whole, post_norm_residual;
+  std::shared_ptr<const PreparedExperts> experts;  // in the place of `up` and `down`, or null
   bool only_keys = false;  // only the keys and values are computed: the block has no layer but qkv, and no result
   int64_t rope_table;  // which of the tables of cos and sin it uses
 };
@@ -108,6 +110,7 @@ struct Block {
   int64_t* base;  // (R,) of the gated delta net or the short convolution
   T* tail;        // (R,tail_size+1,channels), of the same
   const std::vector<DeltaRun>* runs;
+  Experts<T> experts;  // allocate() fills in its inputs and temporary arrays
   const T* x;  // (M,D)
   T* result;  // (M,D), may be x
 
@@ -130,10 +133,14 @@ struct Block {
     if (p.only_keys) return;
     attended = arena.allocate<T>(M * p.out.C);
     residual = arena.allocate<T>(M * p.D), mlp_normed = arena.allocate<T>(M * p.D);
-    up = arena.allocate<T>(M * p.up.N), act = arena.allocate<T>(M * p.F);
     product = arena.allocate<T>(M * p.D);
     to_out = allocate_input(arena, p.out, attended, M);
-    to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
+    if (p.experts) {
+      experts.allocate(arena, mlp_normed);
+    } else {
+      up = arena.allocate<T>(M * p.up.N), act = arena.allocate<T>(M * p.F);
+      to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
+    }
     if (p.net.m) return allocate_delta(arena);
     if (p.conv.channels) {
       conv_inputs = arena.allocate<T>(M * p.conv.channels), conv_stride = p.conv.channels;
@@ -157,9 +164,9 @@ struct Block {
     for (float*& one : scratch) one = arena.allocate<float>(delta_scratch(delta));
   }
 
-  // A norm before attention or MLP, if there is one, and the conversion of its result for the layer l.
-  void norm(const Team& team, const T* from, const float* const (&weights)[2], T* to, const Layer& l,
-            const Input& in) const {
+  // A norm before attention or MLP, if there is one, and the conversion of its result: convert(m) for each row.
+  template <class Convert>
+  void norm(const Team& team, const T* from, const float* const (&weights)[2], T* to, const Convert& convert) const {
     const float *weight = weights[0], *bias = weights[1];
     const int64_t D = prepared.D;
     team.split(M, 1, [&](int64_t m, int64_t end) {
@@ -167,10 +174,15 @@ struct Block {
         if (!weight) std::copy(from + m * D, from + (m + 1) * D, to + m * D);
         else if (bias) layer_norm_row(from + m * D, weight, bias, to + m * D, D, prepared.eps);
         else rms_norm_row(from + m * D, weight, to + m * D, D, prepared.eps);
-        prepare_input<T>(l, in, m, 0, l.groups());
+        convert(m);
       }
     });
     team.barrier();
+  }
+
+  void norm(const Team& team, const T* from, const float* const (&weights)[2], T* to, const Layer& l,
+            const Input& in) const {
+    norm(team, from, weights, to, [&](int64_t m) { prepare_input<T>(l, in, m, 0, l.groups()); });
   }
 
   // to = from + the product of a layer, which may have a norm and a scale.
@@ -180,12 +192,29 @@ struct Block {
     T* y = is_sum ? to : product;
     matmul<T>(team, l, in, M, is_sum ? from : nullptr, y), team.barrier();
     if (is_sum) return;
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) add_scaled(m, from, y, post_norm, to);
+    });
+    team.barrier();
+  }
+
+  void add_scaled(int64_t m, const T* from, T* y, const float* post_norm, T* to) const {
     const int64_t D = prepared.D;
+    T* row = y + m * D;
+    if (post_norm) rms_norm_row(row, post_norm, row, D, prepared.eps);
+    add_scaled_row(from + m * D, row, prepared.residual_scale, to + m * D, D);
+  }
+
+  void run_experts(const Team& team) const {
+    const PreparedBlock& p = prepared;
+    norm(team, residual, p.mlp_norm, mlp_normed, [&](int64_t m) { experts.prepare_row(m); });
+    experts.run(team);
+    const T* from = p.post_norm_residual ? mlp_normed : residual;
+    const bool is_sum = !p.mlp_post_norm && p.residual_scale == 1.0f;
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {
-        T* row = y + m * D;
-        if (post_norm) rms_norm_row(row, post_norm, row, D, prepared.eps);
-        add_scaled_row(from + m * D, row, prepared.residual_scale, to + m * D, D);
+        experts.add_outputs(m, is_sum ? from + m * p.D : nullptr, (is_sum ? result : product) + m * p.D);
+        if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, result);
       }
     });
     team.barrier();
@@ -419,21 +448,14 @@ struct Block {
     apply_delta_gates(team);
   }
 
-  // act = SwiGLU, GeGLU or tanh-GELU of up, and its conversion for the down projection. All have the form x sigmoid(z).
+  // act = the activation of up, and its conversion for the down projection.
   void activate(const Team& team) const {
     const int64_t F = prepared.F, groups = (F + GROUP - 1) / GROUP;
     team.split(M * groups, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
         const int64_t m = at / groups, group = at % groups;
-        for (int64_t f = group * GROUP; f < std::min(F, (group + 1) * GROUP); f += LANES) {
-          const T* from = up + m * prepared.up.N + f;
-          const f32x16 x = load(from, F - f);
-          // SwiGLU: z = x. Tanh-GELU: z = 2 sqrt(2/pi) (x + 0.044715 x^3).
-          const f32x16 z = !prepared.gelu ? x : floats(1.5957691216f) * (x + (x * x) * (x * floats(0.044715f)));
-          f32x16 y = x / (floats(1.0f) + fast_exp(floats(0.0f) - z));
-          if (prepared.gated) y = y * load(from + F, F - f);
-          store(act + m * F + f, y, F - f);
-        }
+        activate_row(up + m * prepared.up.N, F, group * GROUP, std::min(F, (group + 1) * GROUP), prepared.gated,
+                     prepared.gelu, act + m * F);
         prepare_input<T>(prepared.down, to_down, m, group, group + 1);
       }
     });
@@ -456,6 +478,7 @@ struct Block {
     }
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, residual);
+    if (p.experts) return run_experts(team);
     norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
     matmul<T>(team, p.up, to_up, M, nullptr, up), team.barrier();
     activate(team);

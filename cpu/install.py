@@ -32,6 +32,7 @@ from cpu.layers import (
     LANES,
     PackedEmbedding,
     PackedLinear,
+    PreparedExperts,
     has_format,
     packed_bytes,
     prepare,
@@ -47,6 +48,7 @@ from model import Block, Transformer
 # that one has no kernel, and `blocks`, which would still compute the old operation, is not used.
 FUSED_OPERATIONS = {
     "prepare_layer",
+    "sparse_mlp",
     "prepare_block",
     "blocks",
     "linear",
@@ -67,6 +69,7 @@ MORE_FUSED_FIELDS = (
     "attention_gate",
     "delta_net",
     "short_conv",
+    "experts",
 )
 
 # The tensors of a recurrent.ConvState (the first two) or DeltaState, in the order in which `blocks`
@@ -147,12 +150,17 @@ class CpuInstaller(Installer):
         if not isinstance(model, Transformer):
             return backend
 
+        for block in model.all_blocks:
+            if block.experts is not None and KERNELS["cpu"] >= FUSED_OPERATIONS:
+                prepare_experts(block.experts, model.dtype)
         backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
         # A split model adds up the ranks' parts in the blocks.
         if not can_fuse(model.config) or model.shard.ranks > 1:
             return backend
         layers = [layer for block in model.blocks for layer in linears_of(block)]
         all_fused = all(prefills_fast(layer) for layer in layers)
+        sparse = [block.experts for block in model.blocks if block.experts is not None]
+        all_fused = all_fused and all(experts.max_run_tokens == sys.maxsize for experts in sparse)
         if model.mtp is not None:
             run = FusedBlocks([model.mtp.block], model.dtype)
             backend = replace(backend, run_draft=run, write_draft_keys=DraftKeys(model.mtp, model.dtype))
@@ -181,7 +189,8 @@ def packed_type(model: nn.Module, module: nn.Module) -> type | None:
         return None
     if module is model.embedding and model.output is not None:  # it is looked up, never multiplied
         return None
-    N, C = module.weight.shape
+    N = module.out_features // module.experts
+    C = module.in_features
     if module.weight.dtype != torch.bfloat16 or N % LANES or C % GROUP:  # padding would enlarge it
         return None
     return kind
@@ -210,6 +219,13 @@ def can_fuse(config: Config) -> bool:
     return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu")
 
 
+def prepare_experts(experts: nn.Module, dtype: torch.dtype):
+    """Let the kernels run a sparse layer; in prefill only if its weights are packed."""
+    experts.run = PreparedExperts(experts, dtype)
+    all_fast = prefills_fast(experts.gate_up) and prefills_fast(experts.down)
+    experts.max_run_tokens = sys.maxsize if all_fast else MAX_DECODE_TOKENS
+
+
 class FusedBlocks:
     """All blocks of a model as one operation, for Backend.run_blocks. Hooks of a block or its layers
     are not called.
@@ -222,6 +238,7 @@ class FusedBlocks:
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
         self.modules = [block.attention._modules for block in blocks if block.attention is not None]
+        self.experts = [block.experts for block in blocks if block.experts is not None]
         self.states = [(block.state, state_names(block.state)) for block in blocks if block.attention is None]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
 
@@ -246,6 +263,7 @@ class FusedBlocks:
             [cache["k"] for cache in caches],
             [cache["v"] for cache in caches],
             states,
+            [experts.counts for experts in self.experts],
             self.handles,
         )
 
@@ -285,12 +303,14 @@ def state_names(state: nn.Module) -> tuple[str, ...]:
 
 def linears_of(block: Block) -> list[nn.Module]:
     """The linear layers of a block: qkv (or the inputs of what is in the place of attention), out, up
-    (or gate and up), down."""
+    (or gate and up), down. If the block has experts: qkv and out."""
     mlp = block.mlp
-    up = mlp.gate_up if mlp.gated else mlp.up
+    layers = [block.attention.qkv, block.attention.out]
     if block.attention is None:
-        return [block.recurrent.inputs, block.recurrent.out, up, mlp.down]
-    return [block.attention.qkv, block.attention.out, up, mlp.down]
+        layers = [block.recurrent.inputs, block.recurrent.out]
+    if mlp is not None:
+        layers += [mlp.gate_up if mlp.gated else mlp.up, mlp.down]
+    return layers
 
 
 def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> int:
@@ -332,10 +352,11 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
         1.0 if attention is None else attention.scale,
         config.norm_eps,
         block.residual_scale,
-        block.mlp.kind,
+        config.mlp,
         config.qk_norm_whole,
         block.post_norm_residual,
         block.rope_table,
+        None if block.experts is None or only_keys else block.experts.run.handle,
     )
 
 

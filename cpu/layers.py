@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpu.build import FORMATS_WITH_KERNELS
@@ -47,6 +48,32 @@ def prepare(layer: MatrixLayer) -> PreparedLayer:
     return PreparedLayer("prepare_layer", "dense", layer.weight, layer.bias, N, C, 0, True)
 
 
+class PreparedExperts:
+    """The experts of a sparse layer that the kernels have registered under a handle, which is released
+    with this object. It runs the layer for experts.SparseMLP.run."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype):
+        """dtype: of the activations."""
+        self.arguments = (experts, dtype)
+        shared = experts.shared
+        router = prepare(experts.router)
+        layers = [router, prepare(experts.gate_up), prepare(experts.down)]
+        if shared is not None:
+            layers[0] = PreparedLayer("stack_layers", [router, prepare(experts.shared_gate)], None)
+            layers += [prepare(shared.gate_up), prepare(shared.down)]
+        sizes = [experts.X, experts.k, experts.gate_up.in_features, experts.down.in_features]
+        sizes.append(0 if shared is None else shared.down.in_features)
+        handles = [layer.handle for layer in layers]  # the experts keep the layers when released
+        self.handle = torch.ops.fastpath.prepare_experts(handles, sizes, experts.normalized, dtype)
+        weakref.finalize(self, torch.ops.fastpath.release_experts, [self.handle]).atexit = False
+
+    def __reduce__(self):  # a copy gets a handle of its own
+        return PreparedExperts, self.arguments
+
+    def __call__(self, x: Tensor, input_pos: Tensor, counts: Tensor) -> Tensor:
+        return torch.ops.fastpath.sparse_mlp.default(x, input_pos, counts, self.handle)
+
+
 class PackedLinear(MatrixLayer):
     """A linear layer, with its weights packed for the kernels."""
 
@@ -59,6 +86,7 @@ class PackedLinear(MatrixLayer):
         """exact: do not quantize the activations. empty: a function like torch.empty, which makes
         the memory for packed weights."""
         super().__init__(plain.in_features, plain.out_features)
+        self.experts = plain.experts
         self.register_buffer("bias", plain.bias)
         if isinstance(plain, StackedLinear):
             # A piece that is not quantized is not packed.
@@ -69,7 +97,7 @@ class PackedLinear(MatrixLayer):
             self.prepared = PreparedLayer("stack_layers", prepared, self.bias)
             return
 
-        N = self.out_features
+        N = packed_rows(plain)
         C = self.in_features
         format = "tiles"
         groupsize = 0
@@ -78,7 +106,7 @@ class PackedLinear(MatrixLayer):
             format = plain.stored_as
             groupsize = plain.groupsize
             weight = empty((packed_bytes(plain),), dtype=torch.uint8)
-            parts = [part.contiguous() for part in plain.parts().values()]
+            parts = [pad_experts(part, plain.experts) for part in plain.parts().values()]
             torch.ops.fastpath.pack_layer(format, parts, C, groupsize, weight)
         else:
             weight = plain.weight.detach().contiguous()
@@ -132,9 +160,25 @@ class PackedEmbedding(PackedLinear):
 # Cb the number of groups of 32 columns (GROUP).
 
 
+def packed_rows(plain: MatrixLayer) -> int:
+    """The rows of a matrix when it is packed: each expert of a layers.ExpertStack begins a new block."""
+    if plain.experts == 1:
+        return plain.out_features
+    return plain.experts * blocks_of(plain.out_features // plain.experts) * LANES
+
+
+def pad_experts(part: Tensor, experts: int) -> Tensor:
+    """A part of a quantized matrix, with rows of zeros after those of each expert up to a whole block."""
+    if experts == 1:
+        return part.contiguous()
+    rows = part.view(experts, -1, part.shape[1])  # (X,N,...)
+    missing = -rows.shape[1] % LANES
+    return F.pad(rows, (0, 0, 0, missing)).flatten(0, 1) if missing else part.contiguous()
+
+
 def packed_bytes(plain: QuantizedLinear) -> int:
     """The bytes of a quantized matrix when it is packed."""
-    N = plain.out_features
+    N = packed_rows(plain)
     C = plain.in_features
     return torch.ops.fastpath.packed_bytes(plain.stored_as, N, C, plain.groupsize)
 

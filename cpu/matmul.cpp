@@ -160,9 +160,11 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
 }
 #endif
 
-// This thread's share of the outputs of the rows l of a layer's matrix; residual and out are those of the layer. The
-// first line that fits says which product runs. M counts all rows of x, or those of each 256 (MAX_ROWS) in the last two
-// lines; x in float32 makes l `exact`. All products of quantized weights that are not exact give the same bits.
+int64_t units(const Linear& l) { return l.format == DENSE ? l.N : (l.N + LANES - 1) / LANES; }
+
+// Units begin..end of the rows l of a layer's matrix; residual and out are those of the layer. The first line that
+// fits says which product runs. M counts all rows of x, or those of each 256 (MAX_ROWS) in the last two lines; x in
+// float32 makes l `exact`. All products of quantized weights that are not exact give the same bits.
 //   weights                   instructions  M             product
 //   not packed                any           any           linear_rows
 //   bfloat16, packed          AMX           any           packed_block_amx
@@ -172,35 +174,35 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
 //   quantized                 any           28 and fewer  packed_block, block_dot_int8
 //   quantized                 any           29 and more   packed_blocks, and packed_block for a block that is left over
 template <class T>
-void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t M, const T* residual, T* out) {
-  const int64_t N = l.N, C = l.C;
+void multiply_units(const Linear& l, const Input& in, int64_t M, int64_t begin, int64_t end, const T* residual, T* out) {
+  const int64_t C = l.C;
   if (l.format == DENSE) {
     const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
-    return team.split(N, 2, [&](int64_t n, int64_t end) {
-      auto rows = [&](auto count) {
-        constexpr int NT = decltype(count)::value;
-        auto at = [&](const T* p, int64_t i) { return p ? p + i : nullptr; };
-        const T* add = at(residual, l.first + n);
-        linear_rows<T, NT>(w + n * C, x, at(bias, n), add, out + l.first + n, M, l.stride, C);
-        n += NT;
-      };
-      // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
-      while (M >= 8 && n + 2 <= end) rows(Int<2>());  // times 8 rows of x
-      while (M > 2 && n + 4 <= end) rows(Int<4>());  // times 4 rows of x
-      while (n < end) rows(Int<1>());
-    });
+    int64_t n = begin;
+    auto rows = [&](auto count) {
+      constexpr int NT = decltype(count)::value;
+      auto at = [&](const T* p, int64_t i) { return p ? p + i : nullptr; };
+      const T* add = at(residual, l.first + n);
+      linear_rows<T, NT>(w + n * C, x, at(bias, n), add, out + l.first + n, M, l.stride, C);
+      n += NT;
+    };
+    // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
+    while (M >= 8 && n + 2 <= end) rows(Int<2>());  // times 8 rows of x
+    while (M > 2 && n + 4 <= end) rows(Int<4>());  // times 4 rows of x
+    while (n < end) rows(Int<1>());
+    return;
   }
-  auto by_blocks = [&](const auto& run_blocks) {
+  auto by_rows = [&](const auto& run_blocks) {
     for (int64_t start = 0, stop; start < M; start = stop) {
       stop = std::min<int64_t>(M, start + MAX_ROWS);
-      team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) { run_blocks(block, end, start, stop); });
+      run_blocks(begin, start, stop);
     }
   };
 #ifdef HAS_AMX
   if constexpr (std::is_same_v<T, bf16>) {
     if (l.format == TILES) {
       const Tiles<bf16> tiles(std::clamp<int64_t>(M, 1, LANES));
-      return by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
+      return by_rows([&](int64_t block, int64_t start, int64_t stop) {
         for (; block < end; block++) packed_block_amx(l, block, in, start, stop, M, residual, out);
       });
     }
@@ -212,13 +214,13 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
     if constexpr (!F::Scales::HALVES) {  // AMX sums all columns of a group, never only a half of them
       if (amx_allowed && l.quantizes_activations() && M >= MIN_AMX_ROWS) {
         const Tiles<int8_t> tiles(std::min<int64_t>(M, LANES));
-        return by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
+        return by_rows([&](int64_t block, int64_t start, int64_t stop) {
           for (; block < end; block++) packed_block_amx_int8<F>(l, block, in, start, stop, residual, out);
         });
       }
     }
 #endif
-    by_blocks([&](int64_t block, int64_t end, int64_t start, int64_t stop) {
+    by_rows([&](int64_t block, int64_t start, int64_t stop) {
       for (; !l.exact && stop - start > MAX_TILED_ROWS<F> && block + BLOCKS <= end; block += BLOCKS)
         packed_blocks<F>(l, block, in, start, stop, residual, out);
       for (; block < end; block++) packed_block<F>(l, block, in, start, stop, residual, out);
@@ -228,11 +230,18 @@ void multiply_piece(const Team& team, const Linear& l, const Input& in, int64_t 
 
 template <class T>
 void matmul(const Team& team, const Layer& layer, const Input& in, int64_t M, const T* residual, T* out) {
-  for (const Linear& piece : layer.pieces) multiply_piece(team, piece, in, M, residual, out);
+  for (const Linear& piece : layer.pieces)
+    team.split(units(piece), grain(piece), [&](int64_t begin, int64_t end) {
+      multiply_units(piece, in, M, begin, end, residual, out);
+    });
 }
 
-template void matmul<float>(const Team&, const Layer&, const Input&, int64_t, const float*, float*);
-template void matmul<bf16>(const Team&, const Layer&, const Input&, int64_t, const bf16*, bf16*);
-template void matmul<half>(const Team&, const Layer&, const Input&, int64_t, const half*, half*);
+#define INSTANTIATE(T)                                                                                      \
+  template void matmul<T>(const Team&, const Layer&, const Input&, int64_t, const T*, T*);                   \
+  template void multiply_units<T>(const Linear&, const Input&, int64_t, int64_t, int64_t, const T*, T*);
+INSTANTIATE(float)
+INSTANTIATE(bf16)
+INSTANTIATE(half)
+#undef INSTANTIATE
 
 }  // namespace fastpath

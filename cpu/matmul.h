@@ -35,6 +35,15 @@ struct Tiles {
 };
 #endif
 
+// A matrix is divided into units, which different threads may multiply: rows, or blocks of 16 packed rows. Shares of
+// threads are multiples of `grain` units.
+int64_t units(const Linear& l);
+inline int64_t grain(const Linear& l) { return l.format == DENSE ? 2 : 1; }
+
+// Units begin..end of out (M,N) = x W^T + bias + residual, for a piece of a layer.
+template <class T>
+void multiply_units(const Linear& l, const Input& in, int64_t M, int64_t begin, int64_t end, const T* residual, T* out);
+
 // This thread's share of out (M,N) = x W^T + bias + residual; residual may be null, but not `out`. Call
 // prepare_input_rows before. matmul.cpp defines it for float, bfloat16 and float16.
 template <class T>

@@ -5,8 +5,8 @@
 // kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed
 // and multiplied with it, and many rows or queries at once use it for quantized weights and for attention. Read this
 // file last: it defines the operations, which check their arguments and divide the work among the threads. Before it
-// come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, attention.h,
-// blocks.h, sampling.h, checks.h, medusa.h and mtp.h, in this order.
+// come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, checks.h, experts.h,
+// attention.h, delta.h, blocks.h, sampling.h, medusa.h and mtp.h, in this order.
 //
 // A weight matrix has N rows (outputs) and C columns (inputs); x has M rows of C columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -25,6 +25,7 @@
 #include "blocks.h"
 #include "checks.h"
 #include "delta.h"
+#include "experts.h"
 #include "medusa.h"
 #include "mtp.h"
 #include "sampling.h"
@@ -260,6 +261,66 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   return out;
 }
 
+Handles<PreparedExperts> prepared_experts;
+
+// Returns a handle of the experts of a sparse layer.
+//   layers  handles of the router (with a shared expert: and of its gate, as one layer), of the experts' gate_up and
+//           down, and of the shared expert's gate_up and down, if there is one
+//   sizes   X, k, D, F, and F of the shared expert or 0
+//   dtype   of the activations
+int64_t prepare_experts(at::IntArrayRef layers, at::IntArrayRef sizes, bool normalized, at::ScalarType dtype) {
+  TORCH_CHECK(sizes.size() == 5 && layers.size() == (sizes[4] ? 5 : 3), "5 sizes, 3 or 5 layers expected");
+  PreparedExperts p{{}, dtype, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], normalized};
+  TORCH_CHECK(0 < p.k && p.k <= p.X, p.k, " of ", p.X, " experts");
+  for (int64_t layer : layers) p.layers.push_back(prepared_layers.get(layer));
+  p.router = p.layers[0]->checked(at::kFloat, p.X + (p.shared_F > 0), p.D);
+  const Layer gate_up = p.layers[1]->checked(dtype, -1, p.D), down = p.layers[2]->checked(dtype, -1, p.F);
+  for (int64_t e = 0; e < p.X; e++) {
+    p.gate_up.push_back(layer_of_expert(*p.layers[1], gate_up, e, p.X, 2 * p.F));
+    p.down.push_back(layer_of_expert(*p.layers[2], down, e, p.X, p.D));
+  }
+  if (p.shared_F) {
+    p.gate_up.push_back(p.layers[3]->checked(dtype, 2 * p.shared_F, p.D));
+    p.down.push_back(p.layers[4]->checked(dtype, p.D, p.shared_F));
+  }
+  return prepared_experts.add(std::move(p));
+}
+
+void release_experts(at::IntArrayRef handles) { prepared_experts.release(handles); }
+
+// experts.SparseMLP as one operation. x (B,S,D); input_pos (B,S): -1 is padding, which uses no expert; counts (X+1,):
+// see SparseMLP.set_counts.
+Tensor sparse_mlp(const Tensor& x, const Tensor& input_pos, const Tensor& counts, int64_t handle) {
+  const auto prepared = prepared_experts.get(handle);
+  const PreparedExperts& p = *prepared;
+  TORCH_CHECK(x.dim() == 3 && x.size(2) == p.D && x.scalar_type() == p.dtype, "x (B,S,", p.D, ") in ", p.dtype,
+              " expected, not ", x.sizes(), " in ", x.scalar_type());
+  const int64_t M = x.size(0) * x.size(1);
+  const Tensor xs = x.contiguous(), at = input_pos.contiguous(), out = at::empty(x.sizes(), x.options());
+  dispatch_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    Experts<T> call{&p, M};
+    call.positions = checked(at, "input_pos", at::kLong, {x.size(0), x.size(1)}).template const_data_ptr<int64_t>();
+    call.counts = checked(counts, "counts", at::kLong, {p.X + 1}).template data_ptr<int64_t>();
+    const auto [experts, memory] = allocate_together([&](Arena& arena) {
+      Experts<T> one = call;
+      one.allocate(arena, xs.const_data_ptr<T>());
+      return one;
+    });
+    parallel(p.multiply_adds(M) < MIN_PARALLEL_WORK, [&, &experts = experts](const Team& team) {
+      team.split(M, 1, [&](int64_t m, int64_t end) {
+        for (; m < end; m++) experts.prepare_row(m);
+      });
+      team.barrier();
+      experts.run(team);
+      team.split(M, 1, [&](int64_t m, int64_t end) {
+        for (; m < end; m++) experts.add_outputs(m, nullptr, out.data_ptr<T>() + m * p.D);
+      });
+    });
+  });
+  return out;
+}
+
 Handles<PreparedBlock> prepared_blocks;
 
 // Returns a handle of a block for the operation `blocks`.
@@ -267,17 +328,18 @@ Handles<PreparedBlock> prepared_blocks;
 //               k_norm and the norms after attention and MLP. With a gated delta net also the weights
 //               of its convolution (width,channels), the weight and bias of its decay, and its norm.
 //               With a short convolution also its weights (width,channels) and its bias
-//   layers      handles of qkv (or what is in its place), out, up (or gate and up), down; or of qkv alone,
-//               then the block only writes keys and values
+//   layers      handles of qkv (or what is in its place), out, up (or gate and up), down; or of qkv and out alone,
+//               if the block has experts; or of qkv alone, then the block only writes keys and values
+//   experts     of prepare_experts, or None
 //   sizes       H, K, E, D, F, the heads with gates, then n, m, dk, dv of a gated delta net, or zeros
 //   activation  the MLP's, as in Config.mlp
 int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
                       at::ScalarType dtype, std::optional<int64_t> window, double scale, double eps,
                       double residual_scale, std::string_view activation, bool qk_norm_whole, bool post_norm_residual,
-                      int64_t rope_table) {
+                      int64_t rope_table, std::optional<int64_t> experts) {
   PreparedBlock p;
   p.only_keys = layers.size() == 1;
-  TORCH_CHECK(norms.size() == 12 && (layers.size() == 4 || p.only_keys) && sizes.size() == 10,
+  TORCH_CHECK(norms.size() == 12 && sizes.size() == 10 && (p.only_keys || layers.size() == (experts ? 2 : 4)),
               "12 norms, 4 layers, 10 sizes expected");
   for (const MaybeTensor norm : norms) p.norms.push_back(norm ? MaybeTensor(norm->to(at::kFloat)) : norm);
   p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.D = sizes[3], p.F = sizes[4], p.dtype = dtype;
@@ -312,7 +374,13 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
     if (!p.only_keys) p.out = linear(1, p.D, p.H * p.E);
   }
   p.gated = activation != "gelu", p.gelu = activation != "swiglu";
-  if (!p.only_keys) p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
+  if (experts) {
+    p.experts = prepared_experts.get(*experts);
+    TORCH_CHECK(p.experts->D == p.D && p.experts->dtype == p.dtype, "experts of D ", p.experts->D, " in ",
+                p.experts->dtype);
+  } else if (!p.only_keys) {
+    p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
+  }
   for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
   p.qk_norm_whole = qk_norm_whole;
   p.q_norm = vector(4, qk_norm_whole ? p.H * p.E : p.E), p.k_norm = vector(5, qk_norm_whole ? p.K * p.E : p.E);
@@ -330,19 +398,23 @@ void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles);
 // cos and sin have a tensor for each RoPE table, with the values for x's tokens; they are empty if the
 // model does not use RoPE. query_scales has a value for each slot. k_caches and v_caches have a tensor
 // for each block with attention. states has two for each other block, base and tail of its
-// recurrent.ConvState, and with a gated delta net also matrix, keys, deltas and decays.
+// recurrent.ConvState, and with a gated delta net also matrix, keys, deltas and decays. counts has a
+// tensor for each sparse block: see SparseMLP.set_counts.
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
               at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
-              at::TensorList k_caches, at::TensorList v_caches, at::TensorList states, at::IntArrayRef handles) {
+              at::TensorList k_caches, at::TensorList v_caches, at::TensorList states, at::TensorList counts,
+              at::IntArrayRef handles) {
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
-  size_t recurrent = 0, tensors = 0;
+  size_t recurrent = 0, sparse = 0, tensors = 0;
   for (int64_t handle : handles) {
     prepared.push_back(prepared_blocks.get(handle));
     recurrent += prepared.back()->conv.channels > 0;
     tensors += state_tensors(*prepared.back());
+    sparse += prepared.back()->experts != nullptr;
   }
   TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() - recurrent && v_caches.size() == k_caches.size() &&
-              states.size() == tensors, "x (B,S,D) and the state of each block were expected");
+              states.size() == tensors && counts.size() == sparse,
+              "x (B,S,D), and the state and the counts of each block were expected");
   const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
   const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
@@ -350,10 +422,10 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
     std::vector<Block<T>> all;
     std::deque<SplitPlan> plans;  // one for consecutive blocks of the same window; a deque does not move its elements
     int64_t window = -1, slots = 0, work = 0;
-    size_t at_cache = 0, at_state = 0;  // of the next block
+    size_t at_cache = 0, at_state = 0, at_counts = 0;  // of the next block
     std::vector<DeltaRun> runs;
+    checked(at, "input_pos", at::kLong, {B, S});
     if (recurrent) {
-      checked(at, "input_pos", at::kLong, {B, S});
       runs = checked_runs(at, rows, states[0].size(0));
     }
     for (size_t i = 0; i < prepared.size(); i++) {
@@ -401,9 +473,18 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         block.cos = checked(c, "cos", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
         block.sin = checked(s, "sin", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
       }
+      if (p.experts) {
+        block.experts.p = p.experts.get(), block.experts.M = B * S;
+        block.experts.positions = at.const_data_ptr<int64_t>();
+        const Tensor& count = checked(counts[at_counts++], "counts", at::kLong, {p.experts->X + 1});
+        block.experts.counts = count.data_ptr<int64_t>();
+        work += p.experts->multiply_adds(B * S);
+      } else {
+        work += B * S * (p.up.N * D + p.down.C * D);
+      }
       block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
       all.push_back(block);
-      work += B * S * (p.qkv.N * D + p.out.C * D + p.up.N * D + p.down.C * D);
+      work += B * S * (p.qkv.N * D + p.out.C * D);
     }
     // All blocks use the same memory, since they run one after the other.
     auto allocate_blocks = [&](Arena from) {
@@ -539,12 +620,15 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
     add_misfit("sample");
     add_misfit("probabilities");
   }
+  add(cpu, "sparse_mlp", &sparse_mlp);
   add(cpu, "prepare_block", &prepare_block);
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);
   add(cpu, "write_draft_keys", &write_draft_keys);
   add(any, "packed_bytes", &packed_bytes);
   add(any, "stack_layers", &stack_layers);
+  add(any, "prepare_experts", &prepare_experts);
+  add(any, "release_experts", &release_experts);
   add(any, "release_layers", &release_layers);
   add(any, "release_blocks", &release_blocks);
   add(any, "allow_amx", &allow_amx);

@@ -36,6 +36,8 @@ class Shape:
     kv_heads: int
     value_heads: int
     interval: int = 4  # every so many layers have attention, the others gated delta nets
+    experts: int = 0  # if there are any, the hidden width is that of one expert
+    active: int = 8  # experts of a token, besides the shared one
 
 
 SHAPES = {
@@ -44,6 +46,11 @@ SHAPES = {
     "plain-0.8B": Shape(dim=1024, hidden=3584, layers=24, heads=12, kv_heads=1, value_heads=16, interval=1),
     "2B": Shape(dim=2048, hidden=6144, layers=24, heads=8, kv_heads=2, value_heads=16),
     "4B": Shape(dim=2560, hidden=9216, layers=32, heads=16, kv_heads=4, value_heads=32),
+    # Experts as in Qwen3.5-35B-A3B, but fewer of them in fewer layers; and a dense model of the same active bytes.
+    "4B-A1B": Shape(dim=2048, hidden=512, layers=16, heads=16, kv_heads=2, value_heads=32, experts=64),
+    "dense-A1B": Shape(dim=2048, hidden=9 * 512, layers=16, heads=16, kv_heads=2, value_heads=32),
+    "2B-A0.5B": Shape(dim=1024, hidden=512, layers=16, heads=8, kv_heads=2, value_heads=16, experts=64),
+    "dense-A0.5B": Shape(dim=1024, hidden=9 * 512, layers=16, heads=8, kv_heads=2, value_heads=16),
 }
 HEAD_DIM = 256
 KEY_HEADS = 16
@@ -55,7 +62,15 @@ WRITES_TO_RESIDUAL = ("attn_output.weight", "ssm_out.weight", "ffn_down.weight")
 
 
 def fields(shape: Shape) -> dict:
-    return {
+    sparse = {}
+    if shape.experts:
+        sparse = {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.active,
+            "expert_feed_forward_length": shape.hidden,
+            "expert_shared_feed_forward_length": shape.hidden,
+        }
+    return sparse | {
         "block_count": shape.layers,
         "context_length": 262144,
         "embedding_length": shape.dim,
@@ -83,10 +98,18 @@ def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
     shapes = {
         "attn_norm.weight": (shape.dim,),
         "post_attention_norm.weight": (shape.dim,),
-        "ffn_gate.weight": (shape.hidden, shape.dim),
-        "ffn_up.weight": (shape.hidden, shape.dim),
-        "ffn_down.weight": (shape.dim, shape.hidden),
     }
+    mlp = {
+        "ffn_gate": (shape.hidden, shape.dim),
+        "ffn_up": (shape.hidden, shape.dim),
+        "ffn_down": (shape.dim, shape.hidden),
+    }
+    if shape.experts:
+        shapes |= {"ffn_gate_inp.weight": (shape.experts, shape.dim), "ffn_gate_inp_shexp.weight": (shape.dim,)}
+        shapes |= {f"{name}_exps.weight": (shape.experts, *sizes) for name, sizes in mlp.items()}
+        shapes |= {f"{name}_shexp.weight": sizes for name, sizes in mlp.items()}
+    else:
+        shapes |= {f"{name}.weight": sizes for name, sizes in mlp.items()}
     if (layer + 1) % shape.interval == 0:
         return shapes | {
             "attn_q.weight": (2 * shape.heads * HEAD_DIM, shape.dim),
@@ -142,6 +165,8 @@ def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> No
         writer.add_tensor(name, np.ones(shape, np.float32))
     elif name.endswith("ssm_a"):
         writer.add_tensor(name, -torch.empty(shape).uniform_(0.1, 16).numpy())
+    elif "ffn_gate_inp" in name:
+        writer.add_tensor(name, 0.02 * torch.randn(shape).numpy())
     elif len(shape) == 1 or "conv" in name.split(".")[-2]:
         writer.add_tensor(name, torch.randn(shape).numpy())
     else:
@@ -176,13 +201,14 @@ def main():
 
     shape = SHAPES[args.shape]
     torch.manual_seed(0)
-    writer = gguf.GGUFWriter(str(args.out), "qwen35")
+    architecture = "qwen35moe" if shape.experts else "qwen35"
+    writer = gguf.GGUFWriter(str(args.out), architecture)
     extra = {}
     if args.mtp:
         extra = {"block_count": shape.layers + 1, "nextn_predict_layers": 1}
     for name, value in (fields(shape) | extra).items():
         add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
-        add(f"qwen35.{name}", value)
+        add(f"{architecture}.{name}", value)
     V = copy_tokenizer(writer, gguf.GGUFReader(args.vocabulary))
 
     add_random(writer, "output_norm.weight", (shape.dim,))

@@ -31,6 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 INDEX = "model.safetensors.index.json"
+MAPPED_BYTES = 1 << 26
 # The directory of converted models and of the default model's file.
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -224,10 +225,11 @@ class DirectoryWeights:
 
     def __init__(self, directory: Path, config: Config, quantization: Quantization | None):
         self.files = checked_files(directory, empty_model(config, quantization).state_dict())
+        self.reader = SafetensorsReader()
 
     def read(self, name: str, part=None) -> torch.Tensor:
-        """The tensor with this name, or one rank's part of it (a tp.Slice), as `read_tensor` reads it."""
-        return read_tensor(self.files[name], name, part)
+        """The tensor with this name, or one rank's part of it (a tp.Slice). Its memory is that of the file."""
+        return self.reader.read(self.files[name], name, part)
 
 
 def is_ours(directory: Path) -> bool:
@@ -308,20 +310,34 @@ def safetensors_header(path: Path) -> dict[str, dict]:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def read_tensor(path: Path, name: str, part=None) -> torch.Tensor:
-    """One tensor of a safetensors file, or a part of it (a tp.Slice). Its memory is that of the file.
+class SafetensorsReader:
+    """Reads tensors of safetensors files. The memory of a tensor is that of the mapped file.
 
-    The file is opened for each tensor. The pages of a mapping that were read stay in the process
-    until the mapping is closed with its last tensor, so one mapping for all tensors would hold the
-    whole file in memory.
+    To open a file of 30,000 tensors, such as the matrices of many experts, takes 0.08 s, so a file
+    stays open for the next tensor. But the pages of a mapping that were read stay in the process until
+    the mapping is closed with its last tensor, so one mapping for all tensors would hold the whole file
+    in memory. So a file is closed after MAPPED_BYTES.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            if part is None:
-                return file.get_tensor(name)
-            return part.cut(file.get_slice(name))
-    except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
-        raise UserError(f"{path}: {name} cannot be read: {error}") from None
+
+    def __init__(self):
+        self.path: Path | None = None
+        self.file = None  # the open file with this path
+        self.mapped = 0  # the bytes of its tensors that were read
+
+    def read(self, path: Path, name: str, part=None) -> torch.Tensor:
+        """One tensor of a file, or a part of it (a tp.Slice)."""
+        try:
+            if self.file is None or path != self.path:
+                self.file = safe_open(path, "pt")
+                self.path = path
+                self.mapped = 0
+            tensor = self.file.get_tensor(name) if part is None else part.cut(self.file.get_slice(name))
+        except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
+            raise UserError(f"{path}: {name} cannot be read: {error}") from None
+        self.mapped += tensor.nbytes
+        if self.mapped > MAPPED_BYTES:
+            self.file = None
+        return tensor
 
 
 def weight_files(directory: Path) -> dict[str, Path]:

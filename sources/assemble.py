@@ -1,7 +1,8 @@
 """Turns the tensors of a file of another project into those of our model: names, rows, order.
 
 The file is a GgufFile or an HfFiles, which read tensors by the names in the file. AssembledWeights
-knows from the model which of them are needed and in which shapes, and stacks q, k, v and gate, up.
+knows from the model which of them are needed and in which shapes, and stacks q, k, v and gate, up,
+and the matrices of experts.
 A tensor that is left over, missing or of the wrong shape is refused by name, but for those of a
 layer that only drafts tokens: without it, the model is the same. families.py says how the tensors
 of each family are called.
@@ -36,14 +37,21 @@ class Destination:
     shape: torch.Size  # the shape that the tensor of the file must have
     # The function that changes the tensor while it is read, or None.
     fold: Callable[[Config, torch.Tensor], torch.Tensor] | None
+    is_transposed: bool = False  # a tensor (X,C,N) with the matrices of all experts
 
 
-def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
-    """name in the file -> Destination, for each tensor that the model needs, in its order."""
-    found = {}
+def destinations(config: Config, layout: Layout, found: dict[str, tuple]) -> dict[str, Destination]:
+    """name in the file -> Destination, for each tensor that the model needs, in its order.
+
+    found: name -> shape of the tensors of the file. They show how it stores experts.
+    """
+    places = {}
     for target, tensor in empty_model(config).state_dict().items():
         module, _, kind = target.rpartition(".")
         prefix, ours = prefix_of(module, config, layout)
+        if ours in EXPERT_STACKS:
+            places |= expert_destinations(target, config, layout, found)
+            continue
         if f"{ours}.{kind}" in layout.whole_names:
             names = [layout.whole_names[f"{ours}.{kind}"]]
             ending = ""
@@ -56,8 +64,37 @@ def destinations(config: Config, layout: Layout) -> dict[str, Destination]:
             row_counts = piece_rows(config, ours)
         for name, rows in zip(names, row_counts):
             shape = torch.Size([rows, *tensor.shape[1:]])
-            found[f"{prefix}{name}{ending}"] = Destination(target, shape, layout.folds.get(name))
-    return found
+            places[f"{prefix}{name}{ending}"] = Destination(target, shape, layout.folds.get(name))
+    return places
+
+
+# The modules with the matrices of all experts of a layer: see experts.SparseMLP.
+EXPERT_STACKS = ("experts.gate_up", "experts.down")
+
+
+def expert_destinations(target: str, config: Config, layout: Layout, found: dict[str, tuple]) -> dict[str, Destination]:
+    """`destinations` of the tensors that are stacked in one of EXPERT_STACKS, whose name is `target`."""
+    prefix, ours = prefix_of(target.removesuffix(".weight"), config, layout)
+    X = config.experts.n_expert
+    D = config.dim
+    F = config.experts.hidden_dim
+    shapes = {"experts.gate_up": (2 * F, D), "experts.down": (D, F)}  # of an expert
+    N, C = shapes[ours]
+
+    fused = {module: prefix + name for module, name in layout.fused_experts.items()}
+    if ours in fused and any(name in found for name in fused.values()):
+        # If one of the two shapes is the same transposed, the other one is not.
+        transposed = {module: (X, *reversed(shape)) for module, shape in shapes.items()}
+        is_transposed = all(found.get(fused.get(module)) == shape for module, shape in transposed.items())
+        shape = transposed[ours] if is_transposed else (X, N, C)
+        return {fused[ours]: Destination(target, torch.Size(shape), None, is_transposed)}
+
+    names = [f"{prefix}{name}.weight" for name in layout.names[ours]]
+    N = N // len(names)
+    if "{}" not in names[0]:
+        return {name: Destination(target, torch.Size([X, N, C]), None) for name in names}
+    every_name = [name.format(e) for e in range(X) for name in names]
+    return {name: Destination(target, torch.Size([N, C]), None) for name in every_name}
 
 
 def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
@@ -82,7 +119,7 @@ def with_draft_layer(path: Path, config: Config, layout: Layout, found: dict[str
         why = "such a layer is supported in Qwen3.5 only"
     else:
         config_with = dataclasses.replace(config, mtp=True)
-        places = destinations(config_with, layout)
+        places = destinations(config_with, layout, found)
         expected = {name: place.shape for name, place in places.items() if place.target.startswith("mtp.")}
         why = difference(expected, found)
         if why is None:
@@ -99,7 +136,7 @@ def difference(expected: dict[str, tuple], found: dict[str, tuple]) -> str | Non
     if missing := sorted(expected.keys() - found.keys()):
         return f"it lacks {and_more(missing)}"
     for name, shape in found.items():
-        if shape != tuple(expected[name]):
+        if without_ones(shape) != without_ones(expected[name]):
             return f"{name} is {shape}, but by the model's sizes it should be {tuple(expected[name])}"
     return None
 
@@ -119,9 +156,9 @@ class AssembledWeights:
         self.file = file
         self.is_mapped = file.is_mapped
         self.config = config
-        self.places = destinations(config, layout)
 
         found = file.shapes()
+        self.places = destinations(config, layout, found)
         self.left_out: list[str] = []  # the names of tensors that the model does not need
         for name, shape in found.items():
             if name not in self.places:
@@ -149,20 +186,48 @@ class AssembledWeights:
         if number:  # one of the pieces of a formats.StackedLinear
             stack = [stack[int(number[0])]]
 
-        pieces = [self.read_piece(stored, kind) for stored in stack]
-        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if len(stack) > 1 and layer.endswith(EXPERT_STACKS):
+            whole = self.read_experts(stack, kind)
+        else:
+            pieces = [self.read_piece(stored, kind) for stored in stack]
+            whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return whole if part is None else part.cut(whole)
+
+    def read_experts(self, names: list[str], kind: str) -> torch.Tensor:
+        """The matrices of all experts, one below the other, from several tensors. Besides them, one
+        tensor is in memory at a time."""
+        holds_all = len(self.places[names[0]].shape) == 3  # each tensor holds a matrix of every expert
+        X = self.config.experts.n_expert
+        whole = None
+        for i, name in enumerate(names):
+            piece = self.read_piece(name, kind)
+            if holds_all:
+                piece = piece.view(X, -1, piece.shape[-1])
+            if whole is None:
+                N, C = piece.shape[-2:]
+                outer = (X, len(names)) if holds_all else (len(names),)
+                whole = piece.new_empty(*outer, N, C)
+            if piece.dtype != whole.dtype:
+                whole = whole.to(torch.promote_types(whole.dtype, piece.dtype))
+            place = whole[:, i] if holds_all else whole[i]
+            place.copy_(piece)
+        return whole.view(-1, whole.shape[-1])
 
     def read_piece(self, name: str, kind: str) -> torch.Tensor:
         """A tensor of the file, changed into the form that our model has.
 
-        kind: "weight", "bias", or a part of a quantized matrix, whose values the file checks.
+        The matrices of experts (X,N,C) become one matrix (X*N,C). kind: "weight", "bias", or a part of
+        a quantized matrix, whose values the file checks.
         """
         place = self.places[name]
         tensor = self.file.read(name, kind)
         if kind in ("weight", "bias"):
             check_dense(tensor, f"{self.path}: {name}")
             tensor = tensor.view(place.shape)
+            if place.is_transposed:
+                tensor = tensor.transpose(1, 2)
+            if tensor.dim() == 3:
+                tensor = tensor.flatten(0, 1)
         return tensor if place.fold is None else place.fold(self.config, tensor)
 
 

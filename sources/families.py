@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from config import Config, DeltaNet, ShortConv, check_positive, check_positive_int
+from config import Config, DeltaNet, Experts, ShortConv, check_positive, check_positive_int
 from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 
@@ -23,7 +23,9 @@ class Layout:
     """How the tensors of one kind of file are named and stored.
 
     names: our module name -> the names in the file, without ".weight" and ".bias". If there are
-    several, these tensors are stacked by rows, in this order.
+    several, these tensors are stacked by rows, in this order. The matrices of experts have "{}" in
+    their names, which stands for the number of an expert, or else one tensor (X,N,C) has those of all
+    experts.
     """
 
     names: dict[str, list[str]]
@@ -34,6 +36,12 @@ class Layout:
     draft_block: str | None = None
     # How names begin in some files -> how they should begin.
     prefixes: dict[str, str] = field(default_factory=dict)
+    # Parts of names in some files -> what should be in their place.
+    replacements: dict[str, str] = field(default_factory=dict)
+    # Our module -> the whole name of a tensor that some files have in the place of those in `names`: the
+    # matrices of all experts, with their rows in our order. If both "experts.gate_up" and "experts.down"
+    # are here, the matrices of both may be transposed, which their shapes show.
+    fused_experts: dict[str, str] = field(default_factory=dict)
     # Our tensor -> its whole name in the file, if that does not end with ".weight" or ".bias".
     whole_names: dict[str, str] = field(default_factory=dict)
     # A name in the file -> the function that changes its weight and bias while they are read. If a
@@ -41,7 +49,9 @@ class Layout:
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
 
     def renamed(self, name: str) -> str:
-        """A name in a file, with its beginning replaced if that is one of `prefixes`."""
+        """A name in a file, changed as `replacements` and `prefixes` say."""
+        for part, replacement in self.replacements.items():
+            name = name.replace(part, replacement)
         for prefix, replacement in self.prefixes.items():
             if name.startswith(prefix):
                 return replacement + name.removeprefix(prefix)
@@ -75,6 +85,31 @@ GGUF_NAMES = {
     "mlp.gate_up": ["ffn_gate", "ffn_up"],
     "mlp.down": ["ffn_down"],
     "mlp_post_norm": ["post_ffw_norm"],
+    "experts.router": ["ffn_gate_inp"],
+    "experts.gate_up": ["ffn_gate_exps", "ffn_up_exps"],
+    "experts.down": ["ffn_down_exps"],
+    "experts.shared_gate": ["ffn_gate_inp_shexp"],
+    "experts.shared.gate_up": ["ffn_gate_shexp", "ffn_up_shexp"],
+    "experts.shared.down": ["ffn_down_shexp"],
+}
+GGUF_FUSED_EXPERTS = {"experts.gate_up": "ffn_gate_up_exps.weight"}
+QWEN_EXPERT_NAMES = {
+    "experts.router": ["mlp.gate"],
+    "experts.gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
+    "experts.down": ["mlp.experts.{}.down_proj"],
+    "experts.shared_gate": ["mlp.shared_expert_gate"],
+    "experts.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
+    "experts.shared.down": ["mlp.shared_expert.down_proj"],
+}
+QWEN_FUSED_EXPERTS = {"experts.gate_up": "mlp.experts.gate_up_proj", "experts.down": "mlp.experts.down_proj"}
+MIXTRAL_EXPERT_NAMES = {
+    "experts.router": ["block_sparse_moe.gate"],
+    "experts.gate_up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
+    "experts.down": ["block_sparse_moe.experts.{}.w2"],
+}
+MIXTRAL_FUSED_EXPERTS = {
+    "experts.gate_up": "block_sparse_moe.experts.gate_up_proj",
+    "experts.down": "block_sparse_moe.experts.down_proj",
 }
 BLOOM_NAMES = {
     "embedding": ["word_embeddings"],
@@ -95,7 +130,7 @@ POST_NORM_NAMES = LLAMA_NAMES | {
 }
 LLAMA_LAYOUT = Layout(LLAMA_NAMES, "model.layers.")
 POST_NORM_LAYOUT = Layout(POST_NORM_NAMES, "model.layers.")
-GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.")
+GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.", fused_experts=GGUF_FUSED_EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -112,6 +147,7 @@ class Family:
     gguf_architecture: str | None = None  # None: no GGUF file names this family as its architecture
     gguf_layout: Layout = GGUF_LAYOUT
     partial_rotary: bool = False  # a part of each head may be rotated, in GGUF files
+    gguf_experts: bool = False  # GGUF files may have experts, in all layers
     # The Config of a GGUF file -> the fields of Config that the metadata lacks.
     gguf_fields: Callable[[Config], dict] = lambda config: {}
 
@@ -212,6 +248,44 @@ def qwen_fields(fields: Fields) -> dict:
     return shared_fields(fields) | sliding_layers(fields, lambda i: i >= first)
 
 
+def experts(fields: Fields, layers: list[int], n_expert: int, n_active: int, **sizes) -> dict:
+    """The field of Config about experts, which are in these layers.
+
+    n_expert, n_active: the defaults of the family. sizes: the other fields of Experts.
+    """
+    n_expert = fields.take("num_experts", fields.take("num_local_experts", n_expert))
+    check_copies(fields, num_experts=("num_local_experts",))
+    n_active = fields.take("num_experts_per_tok", n_active)
+    if not layers or n_expert == 0:
+        return {"experts": None}
+    return {"experts": Experts(tuple(layers), n_expert, n_active, **sizes)}
+
+
+def mixtral_fields(fields: Fields) -> dict:
+    found = mistral_fields(fields)
+    layers = list(range(found["n_layer"]))
+    return found | experts(fields, layers, 8, 2, hidden_dim=found["hidden_dim"])
+
+
+def qwen3_moe_fields(fields: Fields) -> dict:
+    found = shared_fields(fields) | attention_bias(fields) | {"qk_norm": True}
+    window = fields.take("sliding_window", 4096)
+    if not fields.take("use_sliding_window", False):
+        window = None
+    kinds = layer_types(fields)
+    if kinds is not None and set(kinds) != {"full_attention" if window is None else "sliding_attention"}:
+        fields.refuse("layer_types", "is ignored by transformers' Qwen3-MoE, and differs from use_sliding_window")
+
+    step = fields.take("decoder_sparse_step", 1)
+    check_positive_int("decoder_sparse_step", step)
+    dense = fields.take("mlp_only_layers", None) or []
+    layers = [i for i in range(found["n_layer"]) if i not in dense and (i + 1) % step == 0]
+    width = fields.take("moe_intermediate_size", 768)
+    normalized = fields.take("norm_topk_prob", False)
+    found |= experts(fields, layers, 128, 8, hidden_dim=width, normalized=normalized)
+    return found | {"sliding_window": window}
+
+
 def smollm3_fields(fields: Fields) -> dict:
     found = shared_fields(fields) | biases(fields)
     n_layer = found["n_layer"]
@@ -308,6 +382,19 @@ def qwen35_fields(fields: Fields) -> dict:
     )
     found |= attention_bias(fields) | rotated_dimensions(fields, found["head_dim"], default=0.25)
     return found | QWEN35 | {"delta_net": net if net.layers else None}
+
+
+def qwen35_moe_fields(fields: Fields) -> dict:
+    found = qwen35_fields(fields)
+    found["hidden_dim"] = fields.take("moe_intermediate_size", 512)  # no layer has an MLP besides the experts
+    shared_dim = fields.take("shared_expert_intermediate_size", 512)
+    check_positive_int("shared_expert_intermediate_size", shared_dim)
+    # transformers ignores these.
+    for name, value in {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}.items():
+        if fields.take(name, value) not in (None, value):
+            fields.refuse(name, f"is not supported; expected {value}")
+    layers = list(range(found["n_layer"]))
+    return found | experts(fields, layers, 256, 8, hidden_dim=found["hidden_dim"], shared_dim=shared_dim)
 
 
 def lfm2_fields(fields: Fields) -> dict:
@@ -532,6 +619,17 @@ GEMMA3_LAYOUT = replace(
     prefixes=MULTIMODAL_PREFIXES,
     folds=dict.fromkeys(GEMMA3_NORMS, plus_one),
 )
+MIXTRAL_LAYOUT = replace(
+    LLAMA_LAYOUT,
+    names=LLAMA_NAMES | MIXTRAL_EXPERT_NAMES,
+    replacements={".mlp.": ".block_sparse_moe."},
+    fused_experts=MIXTRAL_FUSED_EXPERTS,
+)
+QWEN3_MOE_LAYOUT = replace(
+    LLAMA_LAYOUT,
+    names=LLAMA_NAMES | QWEN_EXPERT_NAMES,
+    fused_experts=QWEN_FUSED_EXPERTS,
+)
 PHI3_LAYOUT = replace(
     LLAMA_LAYOUT,
     names=LLAMA_NAMES | {"attention.qkv": ["self_attn.qkv_proj"], "mlp.gate_up": ["mlp.gate_up_proj"]},
@@ -546,6 +644,7 @@ PHI3_GGUF_LAYOUT = replace(
 
 QWEN35_LAYOUT = Layout(
     LLAMA_NAMES
+    | QWEN_EXPERT_NAMES
     | {
         "delta_net.inputs": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
         "delta_net.conv": ["linear_attn.conv1d"],
@@ -560,6 +659,7 @@ QWEN35_LAYOUT = Layout(
     draft_layer="mtp.",
     draft_block="mtp.layers.0.",
     prefixes=MULTIMODAL_PREFIXES | {"model.mtp.": "mtp."},
+    fused_experts=QWEN_FUSED_EXPERTS,
     whole_names={"delta_net.decay.weight": "linear_attn.A_log", "delta_net.decay.bias": "linear_attn.dt_bias"},
     folds=dict.fromkeys(("input_layernorm", "post_attention_layernorm", "model.norm"), plus_one)
     | dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), plus_one)
@@ -590,6 +690,7 @@ QWEN35_GGUF_LAYOUT = Layout(
     "blk.",
     draft_layer="blk.{}.",
     draft_block="blk.{}.",
+    fused_experts=GGUF_FUSED_EXPERTS,
     whole_names={"delta_net.decay.weight": "ssm_a", "delta_net.decay.bias": "ssm_dt.bias"},
     folds={"attn_q": gated_queries} | dict.fromkeys(("attn_k", "attn_q_norm", "attn_k_norm"), rotated_keys),
 )
@@ -632,6 +733,7 @@ RECORDS = [
         llama_fields,
         gguf_architecture="llama",
         gguf_layout=PAIRED_GGUF_LAYOUT,
+        gguf_experts=True,  # Mixtral
     ),
     # Mistral's GGUF files have the architecture llama.
     Family(
@@ -641,6 +743,19 @@ RECORDS = [
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         multimodal="mistral3",
         layout=MISTRAL_LAYOUT,
+    ),
+    # Mixtral's GGUF files have the architecture llama.
+    Family(
+        "mixtral",
+        ["MixtralForCausalLM"],
+        mixtral_fields,
+        defaults={
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+        },
+        layout=MIXTRAL_LAYOUT,
     ),
     Family(
         "ministral3",
@@ -681,6 +796,33 @@ RECORDS = [
         gguf_architecture="qwen35",
         gguf_layout=QWEN35_GGUF_LAYOUT,
         partial_rotary=True,
+        gguf_fields=lambda config: QWEN35,
+    ),
+    Family(
+        "qwen3_moe",
+        ["Qwen3MoeForCausalLM"],
+        qwen3_moe_fields,
+        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768},
+        layout=QWEN3_MOE_LAYOUT,
+        gguf_architecture="qwen3moe",
+        gguf_experts=True,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        ["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
+        qwen35_moe_fields,
+        defaults={
+            "intermediate_size": 512,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+        },
+        multimodal="qwen3_5_moe",
+        layout=QWEN35_LAYOUT,
+        gguf_architecture="qwen35moe",
+        gguf_layout=QWEN35_GGUF_LAYOUT,
+        partial_rotary=True,
+        gguf_experts=True,
         gguf_fields=lambda config: QWEN35,
     ),
     Family(

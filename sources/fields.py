@@ -27,9 +27,9 @@ HARMLESS = """
     max_window_layers min_length model_max_length mtp_num_hidden_layers
     mtp_use_dedicated_embeddings n_inner no_repeat_ngram_size num_beam_groups num_beams
     num_labels num_return_sequences offset_alibi output_attentions output_hidden_states
-    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens
+    router_aux_loss_coef router_jitter_noise sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
     top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
     unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
@@ -47,22 +47,32 @@ NEUTRAL = {
     "final_logit_softcapping": [None],
     "full_attn_mod": [None, 1],
     "hidden_act": ["silu", "swish"],
+    "first_k_dense_replace": [None, 0],
     "interpolate_factor": [None, 1],
     "is_decoder": [None, False, True],
     "is_encoder_decoder": [None, False],
     "lm_head_bias": [None, False],
+    "kv_lora_rank": [None],
     "logit_scale": [None, 1],
     "logits_scaling": [None, 1],
     "mlp_bias": [None, False],
+    "moe_layer_freq": [None, 1],
+    "n_group": [None, 0, 1],
+    "n_routed_experts": [None, 0],
+    "n_shared_experts": [None, 0],
     "no_bias": [None, True],
     "no_rope_layers": [None, []],
     "num_experts": [None, 0, 1],
     "num_local_experts": [None, 0, 1],
     "partial_rotary_factor": [None, 1],
+    "q_lora_rank": [None],
     "quantization_config": [None],
     "residual_multiplier": [None, 1],
     "rope_interleaved": [None, False],
     "rotary_pct": [None, 1],
+    "routed_scaling_factor": [None, 1],
+    "scoring_func": [None, "softmax"],
+    "shared_expert_intermediate_size": [None, 0],
     "use_bidirectional_attention": [None, False],
     "use_mrope": [None, False],
     "use_pos_enc": [None, True],

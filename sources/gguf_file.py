@@ -17,7 +17,7 @@ import torch
 
 from checkpoint import make_config
 from cli import UserError, and_more, first_line, print_status, printable
-from config import Config, DeltaNet, RopeScaling, ShortConv
+from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
@@ -33,10 +33,21 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.dimension_count rope.scale_linear rope.scaling.type rope.scaling.factor
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor
-    rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count embedding_scale
-    residual_scale logit_scale ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank
-    ssm.group_count full_attention_interval attention.recurrent_layers rope.dimension_sections
-    nextn_predict_layers shortconv.l_cache"""
+    rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count
+    expert_feed_forward_length expert_shared_feed_forward_length expert_weights_norm
+    expert_weights_scale expert_gating_func expert_group_count expert_group_used_count
+    expert_shared_count embedding_scale residual_scale logit_scale ssm.conv_kernel ssm.inner_size
+    ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
+    attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache"""
+# Fields of experts -> the values that are supported, of which the first one is the default.
+EXPERT_FIELDS = {
+    "expert_weights_norm": [True],
+    "expert_weights_scale": [1.0, 0.0],
+    "expert_gating_func": [1, 0],  # softmax, or none is named
+    "expert_group_count": [0, 1],
+    "expert_group_used_count": [0, 1],
+    "expert_shared_count": [0, 1],
+}
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 # Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -175,7 +186,17 @@ class GgufFile:
         if not 0 <= self.hyper("nextn_predict_layers", 0) < self.hyper("block_count"):
             self.refuse("nextn_predict_layers", f"does not fit {self.hyper('block_count')} layers")
         if self.hyper("expert_count", 0):
+            self.check_experts()
+
+    def check_experts(self):
+        """Refuse experts that are not supported."""
+        if not self.family.gguf_experts:
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
+        if not any(name.endswith(".ffn_gate_inp.weight") for name in self.infos):
+            self.refuse("expert_count", "makes this a mixture of experts, but the file has no tensors of experts")
+        for name, supported in EXPERT_FIELDS.items():
+            if self.hyper(name, supported[0]) not in supported:
+                self.refuse(name, f"is not supported; expected {supported[0]}")
 
     def _config(self) -> Config:
         shapes = self.shapes()
@@ -192,6 +213,8 @@ class GgufFile:
             self.refuse("rope.dimension_count", why)
 
         scaling, context = self.rope()
+        experts = self.experts()
+        width = [] if experts is None else [experts.hidden_dim]  # where no layer has an MLP
         config = make_config(
             self.path,
             n_layer=self.n_layer,
@@ -199,7 +222,7 @@ class GgufFile:
             n_kv_head=self.n_kv_head(n_head),
             head_dim=head_dim,
             dim=dim,
-            hidden_dim=self.per_layer("feed_forward_length"),
+            hidden_dim=self.per_layer("feed_forward_length", *width),
             vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
             # 1e-5 or 1e-6, stored as float32
@@ -215,6 +238,7 @@ class GgufFile:
             qk_norm="attn_q_norm.weight" in kinds,
             delta_net=self.delta_net(),
             short_conv=self.short_conv(dim),
+            experts=experts,
             sliding_window=self.nonzero("attention.sliding_window", None),
             sliding_layers=self.sliding_layers(),
             sliding_rope_base=self.nonzero("rope.freq_base_swa", None),
@@ -262,6 +286,22 @@ class GgufFile:
             value_dim=inner_size // n_value_head,
             conv_width=self.hyper("ssm.conv_kernel"),
         )
+
+    def experts(self) -> Experts | None:
+        """The sizes of the experts, which are in all layers. As in llama.cpp, their weights are
+        normalized."""
+        n_expert = self.hyper("expert_count", 0)
+        if n_expert == 0:
+            return None
+        n_active = self.per_layer("expert_used_count")
+        width = self.per_layer("expert_feed_forward_length", 0)
+        if width == 0:  # Mixtral, and older files of Qwen3-MoE
+            width = self.per_layer("feed_forward_length")
+            if self.architecture != "llama":
+                width //= n_active
+        shared_dim = self.per_layer("expert_shared_feed_forward_length", 0)
+        layers = tuple(range(self.n_layer))
+        return Experts(layers, n_expert, n_active, width, normalized=True, shared_dim=shared_dim)
 
     def short_conv(self, dim: int) -> ShortConv | None:
         """The sizes of the short convolutions, which are in the layers without key and value heads."""

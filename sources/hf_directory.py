@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import INDEX, make_config, read_tensor, safetensors_header, weight_files
+from checkpoint import INDEX, SafetensorsReader, make_config, safetensors_header, weight_files
 from cli import UserError, first_line, print_status, read_json
 from config import Config
 from sources.families import FAMILIES, Family, Layout
@@ -139,6 +139,7 @@ class HfFiles:
         self.stored: dict[str, tuple[Path, str]] = {}
         # The open .bin files, each with the tensors that have not been read yet.
         self.unread: dict[Path, dict[str, torch.Tensor]] = {}
+        self.reader = SafetensorsReader()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by name. UserError if a tensor is there twice."""
@@ -161,7 +162,7 @@ class HfFiles:
         """A tensor that `shapes` has found. It may be a part of a mapped file."""
         path, stored_name = self.stored[name]
         if path.suffix == ".safetensors":
-            return read_tensor(path, stored_name)
+            return self.reader.read(path, stored_name)
         if stored_name not in self.unread.get(path, {}):
             self.open_bin(path)
         return self.unread[path].pop(stored_name)

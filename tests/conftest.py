@@ -73,6 +73,9 @@ OLMO3 = transformers.Olmo3Config
 MINISTRAL3 = transformers.Ministral3Config
 QWEN35 = transformers.Qwen3_5TextConfig
 LFM2 = transformers.Lfm2Config
+MIXTRAL = transformers.MixtralConfig
+QWEN3_MOE = transformers.Qwen3MoeConfig
+QWEN35_MOE = transformers.Qwen3_5MoeTextConfig
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -177,6 +180,36 @@ TINY = {
         LFM2, 48, 6, 3, 58, 4, False, {"layer_types": ["full_attention", "conv", "conv", "full_attention"],
                                        "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
                                        "rope_parameters": YARN_SET},
+    ),
+    "mixtral-3": (
+        MIXTRAL, 52, 6, 3, 34, 3, False, {"head_dim": 14, "num_local_experts": 3, "num_experts_per_tok": 2}
+    ),
+    "mixtral-tied": (
+        MIXTRAL, 44, 2, 1, 58, 2, True, {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 9}
+    ),
+    # Layers 1 and 5 are sparse.
+    "qwen3-moe-8": (
+        QWEN3_MOE, 46, 4, 2, 62, 6, False, {"head_dim": 18, "num_experts": 8, "num_experts_per_tok": 3,
+                                            "moe_intermediate_size": 22, "decoder_sparse_step": 2,
+                                            "mlp_only_layers": [3], "attention_bias": True},
+    ),
+    "qwen3-moe-33": (
+        QWEN3_MOE, 54, 5, 1, 70, 3, True, {"head_dim": 16, "num_experts": 33, "num_experts_per_tok": 8,
+                                           "moe_intermediate_size": 14, "norm_topk_prob": True,
+                                           "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 27},
+    ),
+    "qwen35-moe-5": (
+        QWEN35_MOE, 48, 4, 2, 30, 5, True, {"head_dim": 24, "num_experts": 5, "num_experts_per_tok": 4,
+                                            "moe_intermediate_size": 30, "shared_expert_intermediate_size": 38,
+                                            "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+                                            "linear_key_head_dim": 10, "linear_value_head_dim": 14},
+    ),
+    "qwen35-moe-8": (
+        QWEN35_MOE, 42, 3, 1, 50, 3, False, {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
+                                             "moe_intermediate_size": 50, "shared_expert_intermediate_size": 18,
+                                             "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                                             "linear_key_head_dim": 22, "linear_value_head_dim": 17,
+                                             "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
     "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
     "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),

@@ -14,6 +14,11 @@ FIELDS = {
     "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -30,6 +35,15 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 # Some families have other names, architectures or fields than Llama.
 POST_NORMS = {
@@ -49,6 +63,7 @@ OTHER_NAMES["qwen3_5_text"] = {
     "linear_attn.out_proj": "ssm_out",
     "linear_attn": "ssm",
 }
+OTHER_NAMES["qwen3_5_moe_text"] = OTHER_NAMES["qwen3_5_text"]
 OTHER_NAMES["lfm2"] = {
     "model.embedding_norm": "token_embd_norm",
     "operator_norm": "attn_norm",
@@ -65,7 +80,7 @@ OTHER_NAMES["lfm2"] = {
 }
 OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
-ARCHITECTURES["qwen3_5_text"] = "qwen35"
+ARCHITECTURES |= {"qwen3_5_text": "qwen35", "mixtral": "llama", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe"}
 PAIRED = ("llama", "smollm3", "granite", "mistral3")  # architectures that need pair_rows
 SCALES = {
     "embedding_multiplier": "embedding_scale",
@@ -103,7 +118,7 @@ def family_fields(config):
         extension = config.max_position_embeddings / context
         fields["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(extension) / math.log(context))
 
-    if config.model_type == "qwen3_5_text":
+    if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         fields |= {
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
             "ssm.state_size": config.linear_key_head_dim,
@@ -127,7 +142,7 @@ def family_fields(config):
         fields["rope.freq_base_swa"] = sliding["rope_theta"]
         pattern = [layer == "sliding_attention" for layer in config.layer_types]
         fields["attention.sliding_window_pattern"] = pattern
-    elif config.model_type == "phi3" and config.sliding_window:
+    elif config.model_type in ("phi3", "mixtral", "qwen3_moe") and config.sliding_window:
         fields["attention.sliding_window"] = config.sliding_window
     for theirs, name in SCALES.items():
         if hasattr(config, theirs):
@@ -175,7 +190,8 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     for name, array in state.items():
         if array is None:
             continue
-        is_matrix = array.ndim == 2 and "conv1d" not in name and "shortconv.conv" not in name
+        is_vector = "conv1d" in name or "shortconv.conv" in name or "ffn_gate_inp" in name
+        is_matrix = array.ndim > 1 and not is_vector
         kind = quantize(name) if quantize and is_matrix else None
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array))
@@ -211,10 +227,13 @@ def model_tensors(model, family):
             continue
         array = weight.float().numpy()
         stem, kind = name.rsplit(".", 1)
+        if kind in ("gate_up_proj", "down_proj"):  # the matrices of all experts
+            stem = name
+            kind = "weight"
         last = stem.split(".")[-1]
         if family == "gemma3" and stem.endswith("norm"):
             array = array + 1
-        if family == "qwen35":
+        if family in ("qwen35", "qwen35moe"):
             array = qwen35_array(config, stem, kind, array)
         if family == "lfm2" and stem.endswith("conv.conv"):
             array = array.squeeze(1)
@@ -223,6 +242,8 @@ def model_tensors(model, family):
         if stem.startswith("model.layers."):
             _, _, layer, inner = stem.split(".", 3)
             ending = {"A_log": "_a", "dt_bias": "_dt.bias"}.get(kind, f".{kind}")
+            if kind == "weight" and inner == "mlp.shared_expert_gate":
+                array = array.squeeze(0)
             state[f"blk.{layer}.{names[inner]}{ending}"] = array
         else:
             state[f"{names[stem]}.{kind}"] = array

@@ -20,10 +20,13 @@ from conftest import (
     GRANITE,
     LFM2,
     MINISTRAL3,
+    MIXTRAL,
     OLMO2,
     OLMO3,
     PHI3,
+    QWEN3_MOE,
     QWEN35,
+    QWEN35_MOE,
     ROOT,
     SCALED_QUERIES,
     SHORT_CONTEXT,
@@ -103,11 +106,19 @@ def random_member(family: str, seed: int, wide: bool = False):
         more = {"llama_4_scaling_beta": rng.uniform(0.1, 1.0), "original_max_position_embeddings": rng.randint(9, 70)}
         rope = SCALED_QUERIES | more | {"mscale_all_dim": rng.choice([0.6, 1.0])}
         return MINISTRAL3(**sizes, head_dim=E, rope_parameters=rope)
-    if family == "qwen35":
+    if family in EXPERTS:
+        sizes |= experts(rng, family, layers, wide)
+    if family == "mixtral":
+        return MIXTRAL(**sizes, head_dim=E, sliding_window=rng.choice([None, window]))
+    if family == "qwen3_moe":
+        sliding = {"use_sliding_window": rng.random() < 0.3, "sliding_window": window}
+        return QWEN3_MOE(**sizes, **biased, **sliding, head_dim=E)
+    if family.startswith("qwen35"):
         E = 32 if wide else rng.choice([16, 24])
         rope = rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 2e4}])
         sizes["head_dim"] = E
-        return QWEN35(**sizes, **delta_net(rng, layers, wide), rope_parameters=rope | {"partial_rotary_factor": 0.25})
+        kind = QWEN35_MOE if family == "qwen35_moe" else QWEN35
+        return kind(**sizes, **delta_net(rng, layers, wide), rope_parameters=rope | {"partial_rotary_factor": 0.25})
     if family == "lfm2":
         kinds = [rng.choice(["full_attention", "conv"]) for _ in range(layers - 2)] + ["full_attention", "conv"]
         more = rng.choice([{"block_auto_adjust_ff_dim": False}, {"block_multiple_of": 32 if wide else 7}])
@@ -134,7 +145,23 @@ def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
     return fields | {"layer_types": rng.sample(kinds, layers)}
 
 
-FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3", "qwen35", "lfm2")
+def experts(rng: random.Random, family: str, layers: int, wide: bool) -> dict:
+    """The fields about experts. A GGUF file of Qwen3-MoE has no dense layers, and normalizes."""
+    n_expert, n_active = rng.choice([(3, 1), (5, 4), (8, 3), (33, 8)])
+    fields = {"num_experts": n_expert, "num_experts_per_tok": n_active}
+    if family == "mixtral":
+        return fields
+    fields["moe_intermediate_size"] = 32 if wide else 2 * rng.randint(4, 16)
+    if family == "qwen35_moe":
+        return fields | {"shared_expert_intermediate_size": 96 if wide else 2 * rng.randint(4, 16)}
+    for_gguf = wide or rng.random() < 0.5
+    dense = [] if for_gguf else rng.sample(range(layers), rng.randint(0, layers - 1))
+    step = 1 if for_gguf else rng.choice([1, 2])
+    return fields | {"norm_topk_prob": for_gguf, "mlp_only_layers": dense, "decoder_sparse_step": step}
+
+
+EXPERTS = ("mixtral", "qwen3_moe", "qwen35_moe")
+FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3", "qwen35", "lfm2", *EXPERTS)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +238,7 @@ def test_a_family_in_combination(member, family, how):
 
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
-FORMATS |= {"qwen35": "int4", "lfm2": "int4"}
+FORMATS |= {"qwen35": "int4", "lfm2": "int4", "mixtral": "int8", "qwen3_moe": "int4", "qwen35_moe": "int4"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -277,6 +304,7 @@ MULTIMODAL = {
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "gemma3_text": (transformers.Gemma3Config, {"model_type": "siglip_vision_model"}),
     "qwen3_5_text": (transformers.Qwen3_5Config, {"model_type": "qwen3_5"}),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeConfig, {"model_type": "qwen3_5_moe_vision"}),
     "lfm2": (transformers.Lfm2VlConfig, {"model_type": "siglip2_vision_model", "num_patches": 4}),
 }
 
@@ -292,6 +320,7 @@ def save_multimodal(name, directory):
 
 
 MULTIMODAL_NAMES = ["mistral-gqa", "ministral3-window", "gemma3-untied", "qwen35-grouped", "lfm2-tied", "lfm2-biased"]
+MULTIMODAL_NAMES += ["qwen35-moe-5"]
 
 
 @pytest.mark.parametrize("name", MULTIMODAL_NAMES)

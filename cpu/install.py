@@ -305,9 +305,10 @@ def linears_of(block: Block) -> list[nn.Module]:
     """The linear layers of a block: qkv (or the inputs of what is in the place of attention), out, up
     (or gate and up), down. If the block has experts: qkv and out."""
     mlp = block.mlp
-    layers = [block.attention.qkv, block.attention.out]
     if block.attention is None:
         layers = [block.recurrent.inputs, block.recurrent.out]
+    else:
+        layers = [block.attention.qkv, block.attention.out]
     if mlp is not None:
         layers += [mlp.gate_up if mlp.gated else mlp.up, mlp.down]
     return layers

@@ -309,7 +309,7 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped", "lfm2-tied"])
+@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped", "lfm2-tied", "qwen35-moe-5"])
 @pytest.mark.slow
 def test_opcheck_of_blocks(tiny, name):
     model = load_model(tiny(name)[2], dtype=torch.float32)
@@ -321,9 +321,13 @@ def test_opcheck_of_blocks(tiny, name):
     recurrent = [block.state for block in model.blocks if block.attention is None]
     caches = [[attention.cache.k for attention in attentions], [attention.cache.v for attention in attentions]]
     caches.append([getattr(state, name) for state in recurrent for name in state_names(state)])
+    caches.append([block.experts.counts for block in model.blocks if block.experts is not None])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))
+    for counts in caches[-1][:1]:
+        experts = next(block.experts for block in model.blocks if block.experts is not None)
+        torch.library.opcheck(ops.sparse_mlp, (x, input_pos, counts, experts.run.handle))
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -717,10 +721,11 @@ def test_bits_are_those_of_the_best_instruction_set():
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER, reason="this process tests another instruction set already")
 def test_other_instruction_sets(tmp_path, python, name):
-    """The tests of this file and of sampling once more, in a process with other kernels."""
+    """The tests of this file, of experts and of sampling once more, in a process with other kernels."""
     save_file(products_of_integers() | samples(), tmp_path / "expected.safetensors")
     options = ["-x", "-p", "no:cacheprovider", "--kernels", name, "-m", "quick", "-k", "not opcheck and not reference"]
-    command = [*python, "-m", "pytest", *options, __file__, str(ROOT / "tests" / "test_sampling.py")]
+    files = [__file__, *(str(ROOT / "tests" / f"test_{name}.py") for name in ("experts", "sampling"))]
+    command = [*python, "-m", "pytest", *options, *files]
     environment = os.environ | {"EXPECTED_BITS": str(tmp_path / "expected.safetensors")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
@@ -1044,7 +1049,7 @@ def test_under_sanitizers(tmp_path, kernels):
         import formats
         from checkpoint import empty_model
         from writer import Writer
-        from config import Config
+        from config import Config, Experts
 
         build.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         assert build.load_kernels(KERNELS)
@@ -1092,7 +1097,8 @@ def test_under_sanitizers(tmp_path, kernels):
             q, k, v = torch.randn(1, 16, 8, 16), torch.randn(1, 1, 600, 16), torch.randn(1, 1, 600, 16)
             q, k, v, at = q.bfloat16(), k.bfloat16(), v.bfloat16(), (pos - start).clamp(min=-1)
             ops.attention(q, k, v, at, None, None, window, 0.3)
-        for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}):
+        sparse = {"experts": Experts((0,), 5, 3, 17, False, 50), "norm_placement": "both"}
+        for switches in ({"qk_norm": True, "qkv_bias": True}, {"norm": "layer", "mlp": "gelu", "alibi": True}, sparse):
             config = Config(2, 6, 3, 10, 33, 45, 131, 20, **switches)
             for mode in (None, "int8", "int4"):
                 quantization = mode and formats.Quantization(mode, 0 if mode == "int4" else 32, mode)

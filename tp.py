@@ -17,7 +17,7 @@ gathers all logits and draws the same tokens from them.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from model import Transformer
 #   query heads  by outputs: each rank has the rows of its query heads
 #   key heads    by outputs: each rank has the rows of the key (or value) heads of its query heads
 #   hidden       by outputs: each rank has the rows of its hidden units, in each of the matrices
-#                that are stored as one
+#                that are stored as one; if the module holds experts, in those of each expert
 #   from heads   by inputs, which are the outputs of the heads: an all-reduce adds up the ranks'
 #                products, and only rank 0 has a bias that is not zero
 #   channels     by outputs: each rank has the rows of its channels of a short convolution, in each of
@@ -73,6 +73,18 @@ SPLIT = {
     "mlp.gate_up.1": ("hidden", 1),
     "mlp.up": ("hidden", 1),
     "mlp.down": ("from hidden", 1),
+    # All ranks must choose the same experts for a token. They do: the router's inputs are made from
+    # sums of all ranks (`all_reduce`), which have the same bits everywhere.
+    "experts.router": ("whole", 1),
+    "experts.gate_up": ("hidden", 2),
+    "experts.gate_up.0": ("hidden", 1),
+    "experts.gate_up.1": ("hidden", 1),
+    "experts.down": ("from hidden", 1),
+    "experts.shared_gate": ("whole", 1),
+    "shared.gate_up": ("hidden", 2),
+    "shared.gate_up.0": ("hidden", 1),
+    "shared.gate_up.1": ("hidden", 1),
+    "shared.down": ("from hidden", 1),
     "output": ("vocab", 1),
     "embedding_norm": ("whole", 1),
     "attention_norm": ("whole", 1),
@@ -94,6 +106,16 @@ DELTA_PARTS = {
     "delta inputs": ("keys", "keys", "values", "values", "numbers", "numbers"),
 }
 
+
+class PerMLP(NamedTuple):
+    """A number for each kind of MLP that a model may have. Each kind has its own hidden width."""
+
+    dense: int = 1  # the MLPs of layers without experts
+    experts: int = 1  # the experts, each
+    shared: int = 1  # the shared experts
+
+
+MLPS = PerMLP("mlp", "experts", "experts.shared")  # the names of these modules in a block
 
 # ---------------------------------------------------------------- one rank's share
 
@@ -132,7 +154,7 @@ class Shard:
 
     rank: int
     ranks: int
-    hidden_block: int = 1  # hidden units that must stay together: see `fit`
+    hidden_blocks: PerMLP = PerMLP()  # how many hidden units must stay together: see `fit`
     # The name of the process group for tensors on the model's device, which the functional
     # collectives take. `slices` needs no group.
     group: Any = None
@@ -148,17 +170,28 @@ class Shard:
         Raises UserError if the model cannot be split over this number of ranks.
         """
         check(model, self.ranks)
-        return dataclasses.replace(self, hidden_block=hidden_block_of(model))
+        return dataclasses.replace(self, hidden_blocks=hidden_blocks_of(model))
 
     def own(self, n: int) -> range:
         """This rank's range of n items."""
         return range(self.rank * n // self.ranks, (self.rank + 1) * n // self.ranks)
 
-    def _own_hidden(self, F: int) -> range:
-        """This rank's range of F hidden units, in whole blocks."""
-        size = self.hidden_block
+    def _own_hidden(self, config: Config, kind: str) -> range:
+        """This rank's range of the hidden units of an MLP, in whole blocks. kind: a field of PerMLP."""
+        F = getattr(hidden_widths(config), kind)
+        size = getattr(self.hidden_blocks, kind)
         blocks = self.own(-(-F // size))
         return range(min(F, blocks.start * size), min(F, blocks.stop * size))
+
+    def _hidden_rows(self, config: Config, name: str, count: int) -> list[range]:
+        """This rank's rows of a module that holds `count` matrices with a row for each hidden unit,
+        or as many for each of its experts."""
+        kind = mlp_kind(name)
+        F = getattr(hidden_widths(config), kind)
+        own = self._own_hidden(config, kind)
+        if kind == "experts":
+            count *= config.experts.n_expert
+        return [range(i * F + own.start, i * F + own.stop) for i in range(count)]
 
     def _own_queries(self, config: Config) -> range:
         """This rank's range of the H * E outputs of the query heads."""
@@ -219,13 +252,19 @@ class Shard:
         conv = config.short_conv
         if conv is not None:
             conv = dataclasses.replace(conv, conv_channels=len(self.own(conv.conv_channels)))
+        experts = config.experts
+        if experts is not None:
+            hidden_dim = len(self._own_hidden(config, "experts"))
+            shared_dim = len(self._own_hidden(config, "shared"))
+            experts = dataclasses.replace(experts, hidden_dim=hidden_dim, shared_dim=shared_dim)
         return dataclasses.replace(
             config,
             delta_net=net,
             short_conv=conv,
+            experts=experts,
             n_head=len(self.own(config.n_head)),
             n_kv_head=len(self._kv_heads(config)),
-            hidden_dim=len(self._own_hidden(config.hidden_dim)),
+            hidden_dim=len(self._own_hidden(config, "dense")) or 1,  # 0 only if no layer has such an MLP
             vocab_size=-(-config.vocab_size // self.ranks),
             n_token=None,
         )
@@ -263,9 +302,7 @@ class Shard:
         if how in DELTA_PARTS:
             return Slice(tuple(self._delta_rows(config.delta_net, DELTA_PARTS[how])))
         if how == "hidden":
-            F = config.hidden_dim
-            own = self._own_hidden(F)
-            return Slice(tuple(range(i * F + own.start, i * F + own.stop) for i in range(count)))
+            return Slice(tuple(self._hidden_rows(config, name, count)))
         if how == "channels":
             D = config.dim
             own = self.own(D)
@@ -277,7 +314,7 @@ class Shard:
             return Slice((rows,), height=N)
         own = [self._own_queries(config)]
         if how == "from hidden":
-            own = [self._own_hidden(config.hidden_dim)]
+            own = [self._own_hidden(config, mlp_kind(name))]
         elif how == "from channels":
             own = [self.own(config.dim)]
         elif how == "from values":
@@ -355,9 +392,39 @@ def block_columns(module: nn.Module) -> int:
     return math.lcm(*(size for size in sizes if size < module.in_features))
 
 
-def hidden_block_of(model: Transformer) -> int:
-    """How many consecutive hidden units of a whole model must stay on one rank."""
-    return math.lcm(*(block_columns(block.mlp.down) for block in model.all_blocks))
+def mlp_kind(name: str) -> str:
+    """The field of PerMLP for a module of an MLP, by its name."""
+    if ".shared." in name:
+        return "shared"
+    return "experts" if ".experts." in name else "dense"
+
+
+def hidden_widths(config: Config) -> PerMLP:
+    """The numbers of hidden units of the MLPs."""
+    experts = config.experts
+    if experts is None:
+        return PerMLP(config.hidden_dim, 0, 0)
+    return PerMLP(config.hidden_dim, experts.hidden_dim, experts.shared_dim)
+
+
+def hidden_blocks_of(model: Transformer) -> PerMLP:
+    """How many consecutive hidden units of the MLPs of a whole model must stay on one rank."""
+    sizes = {kind: [1] for kind in PerMLP._fields}
+    for name, module in model.named_modules():
+        if split_of(name) == ("from hidden", 1):
+            sizes[mlp_kind(name)].append(block_columns(module))
+    return PerMLP(**{kind: math.lcm(*found) for kind, found in sizes.items()})
+
+
+def mlp_obstacles(model: Transformer, ranks: int) -> list[str]:
+    """The MLPs that have fewer blocks of hidden units than there are ranks."""
+    reasons = []
+    for kind, F, size in zip(MLPS, hidden_widths(model.config), hidden_blocks_of(model)):
+        used = any(name.endswith(f"{kind}.down") for name, _ in model.named_modules())
+        pieces = -(-F // size)
+        if used and pieces < ranks:
+            reasons.append(f"{kind}.down: {F} columns in blocks of {size} are {pieces} blocks")
+    return reasons
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
@@ -366,12 +433,7 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
     reasons = []
     if config.n_head % ranks:
         reasons.append(f"n_head {config.n_head} is not a multiple of {ranks}")
-
-    F = config.hidden_dim
-    size = hidden_block_of(model)
-    pieces = -(-F // size)
-    if pieces < ranks:
-        reasons.append(f"mlp.down: {F} columns in blocks of {size} are {pieces} blocks")
+    reasons += mlp_obstacles(model, ranks)
 
     net = config.delta_net
     if net is not None and net.n_key_head % ranks:

@@ -32,15 +32,15 @@ def numbers(*shape, seed=0, dtype=torch.float32, offset=0):
     return flat[offset:].view(shape)
 
 
-def random_blocks(format, N, C, seed=0):
-    """Blocks of a GGUF file with random bytes, but with small scales and mins."""
+def random_blocks(format, N, C, seed=0, largest=0.01):
+    """Blocks of a GGUF file with random bytes, but with small scales and mins (up to `largest` times 63)."""
     (part,) = FORMATS[format].parts
     generator = torch.Generator().manual_seed(seed)
     shape = (N, -(-C // part.columns), part.count)
     blocks = torch.randint(0, 256, shape, generator=generator).byte()
     for at in FORMATS[format].halves_at:
-        values = torch.rand(*blocks.shape[:2], 1, generator=generator) * 0.02 - 0.01
-        blocks[..., at : at + 2] = values.half().view(torch.uint8)
+        values = torch.rand(*blocks.shape[:2], 1, generator=generator) * 2 - 1
+        blocks[..., at : at + 2] = (values * largest).half().view(torch.uint8)
     return {"blocks": blocks.flatten(1)}
 
 

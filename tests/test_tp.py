@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import read_model
+from cases import random_blocks, read_model
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
 from checkpoint import empty_model, open_directory
 from cli import UserError
-from config import Config, DeltaNet, RopeScaling, ShortConv
+from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from drafts.loading import Drafts
 from engine import SingleProcess
-from formats import Quantization, quantize_model
+from formats import FORMATS, Quantization, QuantizedLinear, quantize_model
 from load import Loader, ModelOptions, load_model
 from model import WHOLE_MODEL, WholeModel
 from quantize import quantize_checkpoint
@@ -58,6 +58,11 @@ QWEN35_3 = QWEN35 | {
 }
 LFM2_2 = QWEN3 | {"n_layer": 3, "short_conv": ShortConv((0, 2), 64, conv_width=4)}
 LFM2_3 = QWEN3 | {"short_conv": ShortConv((1,), 51, bias=True)}
+SPARSE_2 = QWEN3 | {"n_layer": 3, "experts": Experts((0, 2), 5, 2, hidden_dim=96, shared_dim=64)}
+SPARSE_3 = QWEN35_3 | {"experts": Experts((0, 1), 7, 3, hidden_dim=41, normalized=False, shared_dim=29)}
+SPARSE_1 = LLAMA | {"n_layer": 1, "experts": Experts((0,), 3, 2, hidden_dim=512, shared_dim=768)}
+STACKS = {"blocks.0.experts.gate_up": "q4_k+q5_k", "blocks.0.experts.shared.gate_up": "q6_k+none"}
+STACKS |= {"blocks.0.attention.out": "none", "blocks.0.experts.down": "q6_k"}
 BLOOM = LLAMA | {"norm": "layer", "mlp": "gelu", "alibi": True, "embedding_norm": True, "n_token": 95}
 BLOOM |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 POST_NORM = BLOOM | {"post_norm_residual": True}
@@ -87,6 +92,9 @@ CASES = {
     "3 qwen35, K split": (3, QWEN35_3, 6, 3, 12, 50, 63, False, None, "torch", False),
     "2 lfm2, int4": (2, LFM2_2, 4, 2, 16, 64, 96, True, ("int4", 32, "int8"), "auto", False),
     "3 lfm2, K copied, biased": (3, LFM2_3, 6, 2, 14, 51, 58, False, None, "torch", False),
+    "2 experts, some layers dense": (2, SPARSE_2, 4, 2, 16, 48, 160, True, ("int4", 32, "int8"), "torch", False),
+    "2 experts, q4_k": (2, SPARSE_1, 2, 2, 16, 256, 70, False, ("q4_k", 256, "none", STACKS), "torch", False),
+    "3 qwen35 with experts": (3, SPARSE_3, 6, 3, 12, 50, 63, False, None, "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 
@@ -97,6 +105,8 @@ def make(folder: Path, case) -> Path:
     """The checkpoint of a case, with random weights."""
     _, family, H, K, E, D, F, tied, quantization, *_ = case
     config = Config(n_head=H, n_kv_head=K, head_dim=E, dim=D, hidden_dim=F, tied_embeddings=tied, **family)
+    if quantization and FORMATS[quantization[0]].quantize is None:
+        return make_of_blocks(folder / "quantized", config, Quantization(*quantization))
     chance = torch.Generator().manual_seed(H * 1000 + D)
     with Writer(folder / "whole") as writer:
         for name, tensor in empty_model(config).state_dict().items():
@@ -112,6 +122,24 @@ def make(folder: Path, case) -> Path:
         return folder / "whole"
     quantize_checkpoint(folder / "whole", folder / "quantized", Quantization(*quantization))
     return folder / "quantized"
+
+
+def make_of_blocks(folder: Path, config: Config, quantization: Quantization) -> Path:
+    """A checkpoint whose quantized matrices are random blocks of GGUF's formats."""
+    model = empty_model(config, quantization)
+    chance = torch.Generator().manual_seed(1)
+    with Writer(folder) as writer:
+        for name, tensor in model.state_dict().items():
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, QuantizedLinear):
+                blocks = random_blocks(module.stored_as, len(tensor), module.in_features, len(name), 0.001)
+                writer.add(name, blocks["blocks"])
+            else:
+                weight = torch.randn(tensor.shape, generator=chance)
+                writer.add(name, weight + 3 if tensor.dim() == 1 else weight * tensor.shape[1] ** -0.5)
+        writer.add_config(config, quantization)
+        writer.add_json("tokenizer_config.json", {"bos_token_id": 1})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +215,12 @@ def test_slices_make_up_the_whole(ranks, bits):
         3, 12, 12, 16, 40, 12 * 32, 131, 64, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
         attention_gate=True, delta_net=DeltaNet((0, 2), 12, 36, 10, 14),
     )  # fmt: skip
+    check_slices(config, ranks, bits)
+    experts = Experts((0, 2), 3, 2, hidden_dim=12 * 7, shared_dim=12 * 5)
+    check_slices(Config(3, 12, 12, 16, 40, 12 * 32, 131, 64, experts=experts), ranks, bits)
+
+
+def check_slices(config, ranks, bits):
     quantization = bits and Quantization(f"int{bits}", 0, f"int{bits}")
     whole = empty_model(config, quantization).state_dict()
     seen = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in whole.items()}
@@ -236,6 +270,24 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(sizes, quantization, r
         check(empty_model(config, quantization and Quantization(*quantization)), ranks)
 
 
+@pytest.mark.parametrize("hidden_dim, shared_dim, mode, why", [
+    (3, 5, None, "experts.down: 3 columns in blocks of 1 are 3 blocks; [1, 2] ranks are possible"),
+    (8, 3, None, "experts.shared.down: 3 columns in blocks of 1 are 3 blocks; [1, 2] ranks are possible"),
+    (128, 64, "int4", "experts.shared.down: 64 columns in blocks of 32 are 2 blocks; [1, 2] ranks are possible"),
+    (64, 0, "int4", "experts.down: 64 columns in blocks of 32 are 2 blocks; [1, 2] ranks are possible"),
+])  # fmt: skip
+def test_experts_that_cannot_be_split(hidden_dim, shared_dim, mode, why):
+    """The width of dense layers does not count in a model without them."""
+    config = Config(2, 8, 2, 16, 40, 1, 131, 64, experts=Experts((0, 1), 5, 2, hidden_dim, shared_dim=shared_dim))
+    whole = empty_model(config, mode and Quantization(mode, 32, "int8"))
+    with pytest.raises(UserError, match=re.escape(f"over 4 ranks: {why}")):
+        check(whole, 4)
+    if "[1, 2]" in why:
+        experts = [Shard(rank, 2).fit(whole).config(config).experts for rank in range(2)]
+        assert sum(part.hidden_dim for part in experts) == hidden_dim
+        assert sum(part.shared_dim for part in experts) == shared_dim
+
+
 @pytest.mark.parametrize("F, mode, shares", [(39, None, [9, 10, 10, 10]), (160, ("int4", 32), [32, 32, 32, 64])])
 @pytest.mark.parametrize("exception", [None, "int8-g64"])
 def test_hidden_units_are_cut_on_the_boundaries_of_blocks(F, mode, shares, exception):
@@ -256,7 +308,8 @@ def test_hidden_units_are_cut_on_the_boundaries_of_blocks(F, mode, shares, excep
 @pytest.mark.parametrize("groupsize, head", [(0, "int8"), (32, "int4"), (64, "iq4_nl"), (128, "none")])
 def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exceptions):
     """--draft int4-self of an int8 checkpoint, whose layers in 4 bits and in the head keep their own formats."""
-    config = Config(2, 4, 2, 32, 132, 320, 131, 64, tied_embeddings=head == "int8")
+    experts = Experts((2,), 3, 2, hidden_dim=192, shared_dim=256)
+    config = Config(3, 4, 2, 32, 132, 320, 131, 64, tied_embeddings=head == "int8", experts=experts)
     with Writer(tmp_path / "whole") as writer:
         for name, tensor in empty_model(config).state_dict().items():
             writer.add(name, torch.randn(tensor.shape))

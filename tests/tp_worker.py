@@ -77,8 +77,8 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
 
     It is greedy tokens alone and in a batch, the tokens of rows with other settings each, and the
     logits of a prefill. With a draft (a model, whole or split), it is also tokens with it, with
-    prompt lookup and with Medusa heads. The tokens that the cache rows hold in the end must be the
-    same on every rank.
+    prompt lookup and with Medusa heads. The tokens that the cache rows hold in the end, and how many
+    tokens have used each expert, must be the same on every rank.
     """
     steps = compiled_steps(compiled, False)
     options = EngineOptions(5, ranks=ranks or SingleProcess())
@@ -88,6 +88,8 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         engine = Engine(model, ROWS, LENGTH, steps, speculation, options)
         found[name] = run(engine, params, n, prompts)
         found[f"{name}: cache"] = [row.tokens for row in engine.rows]
+        if model.expert_counts is not None:
+            found[f"{name}: experts"] = model.expert_counts.tolist()
 
     note("greedy", GREEDY, NEW)
     note("mixed", MIXED, FEW)
@@ -162,7 +164,8 @@ def run_cases(folder: Path):
         everyone = [None] * case["ranks"]
         dist.all_gather_object(everyone, mine, group)
         for other in everyone:  # this fails if ranks have diverged
-            assert all(other[kind] == mine[kind] for kind in mine if kind.endswith(": cache")), name
+            shared = [kind for kind in mine if kind.endswith((": cache", ": experts"))]
+            assert all(other[kind] == mine[kind] for kind in shared), name
         found[name] = mine
 
     if rank == 0:

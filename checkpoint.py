@@ -402,9 +402,8 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
     """The bytes of all weights, if those that are not quantized have this dtype."""
     total = 0
-    for tensor in empty_model(config, quantization).state_dict().values():
-        stored = dtype if tensor.dtype == torch.float32 else tensor.dtype  # float32: not quantized
-        total += tensor.numel() * stored.itemsize
+    for name, tensor in empty_model(config, quantization).state_dict().items():
+        total += tensor.numel() * dtype_of(name, tensor, config, dtype).itemsize
     return total
 
 

@@ -132,6 +132,8 @@ class Timing:
     draft_bytes: float = 0.0  # weights of a draft model read by decode steps
     # In which a draft model read prompts. Neither prefill_s nor decode_s includes it.
     draft_prefill_s: float = 0.0
+    # What decode steps have added to Transformer.expert_counts, if the model has experts
+    expert_counts: Tensor | None = None
 
     def add_step(self, seconds: float, tokens: int, kv_bytes: int, result: StepResult):
         self.decode_s += seconds - result.draft_prefill_s
@@ -307,7 +309,7 @@ class Engine:
         self.next_steps = self.steps  # what replace_steps has given
         self.threads = model.backend.make_threads(self.options.fixed_threads)
         self.sampling = Sampling.make(rows, model.config.vocab_size, model.device)
-        self.timing = Timing()
+        self.reset_timing()
 
         self.rows = [Row(index) for index in range(rows)]
         self.waiting: deque[Request] = deque()
@@ -364,6 +366,8 @@ class Engine:
 
     def reset_timing(self):
         self.timing = Timing()
+        if self.model.expert_counts is not None:
+            self.timing.expert_counts = torch.zeros_like(self.model.expert_counts)
 
     @torch.no_grad()
     def follow(self):
@@ -569,7 +573,12 @@ class Engine:
             # Pad the batch to all rows. Row 0 may be busy, but position -1 is its scratch slot.
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)  # (3,B)
+        counts = self.model.expert_counts  # passes add to it
+        if counts is not None:
+            self.timing.expert_counts.sub_(counts)
         result = self.decoding.step(rows, inputs)
+        if counts is not None:
+            self.timing.expert_counts.add_(counts)
 
         for row, new in zip(rows, result.new_tokens):
             # The cache now holds the token that was the newest, and all new tokens but the last:

@@ -70,7 +70,8 @@ class SparseMLP(nn.Module):
     def set_counts(self, counts: Tensor):
         """counts (X+1,) int64: how many tokens have used each expert, and for how many experts a pass
         has read the weights. Passes add to it."""
-        self.counts = counts
+        # As a buffer, it may change in a CUDA graph.
+        self.register_buffer("counts", counts, persistent=False)
 
     def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
         """x (B,S,D) to (B,S,D). input_pos (B,S): -1 is padding, which uses no expert."""
@@ -103,7 +104,7 @@ class SparseMLP(nn.Module):
         used = torch.where(ids >= 0, ids, self.X).flatten()
         tokens = torch.zeros_like(self.counts).scatter_add(0, used, torch.ones_like(used))
         tokens[self.X] = (tokens[: self.X] > 0).sum()
-        self.counts += tokens
+        self.counts.add_(tokens)
 
 
 class Router(nn.Module):

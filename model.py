@@ -146,12 +146,7 @@ class Transformer(nn.Module):
             if block.attention is not None:
                 block.attention.positions = self.positions
 
-        sparse = [block.experts for block in self.all_blocks if block.experts is not None]
-        if sparse:
-            self.expert_counts = torch.zeros(len(sparse), sparse[0].X + 1, dtype=torch.int64, device=self.device)
-            for experts, counts in zip(sparse, self.expert_counts):
-                experts.set_counts(counts)
-
+        self._make_expert_counts()
         recurrent = [state for state in self.states if not isinstance(state, KVCache)]
         if recurrent:
             from recurrent import DELTA_WINDOW, SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
@@ -162,8 +157,16 @@ class Transformer(nn.Module):
             self.snapshots = Snapshots(recurrent, slots, max_batch_size)
             self.longest_pass = SNAPSHOT_INTERVAL + DELTA_WINDOW
 
+    def _make_expert_counts(self):
+        sparse = [block.experts for block in self.all_blocks if block.experts is not None]
+        if sparse:
+            self.expert_counts = torch.zeros(len(sparse), sparse[0].X + 1, dtype=torch.int64, device=self.device)
+            for experts, counts in zip(sparse, self.expert_counts):
+                experts.set_counts(counts)
+
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""
+        self._make_expert_counts()
         self.positions = other.positions
         self.cache_size = other.cache_size
         for block, source in zip(self.blocks, other.blocks):

@@ -15,34 +15,79 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from checkpoint import is_ours, read_config, read_quantization
+from checkpoint import dtype_of, empty_model, is_ours, read_config, read_quantization
 from cli import UserError, print_status, size_text
 from config import Config
-from formats import Quantization, swap
+from formats import Quantization
 from layers import MatrixLayer
 from model import Transformer
 
 FEW_TOKENS = 32  # a prefill of fewer tokens is reported as a time, most of which is start-up
 
 
-def weight_bytes(model: Transformer, rows: float) -> float:
-    """Bytes of weights that one decode step reads.
+class WeightReads(NamedTuple):
+    """The bytes of weights that a pass of a model reads."""
 
-    It reads all weights once, except for an embedding table that is not tied to the output head: of
-    this table, it reads one vector per row. The layer that drafts tokens (mtp) does not count.
+    dense: float  # of the weights that each pass reads
+    row: float = 0.0  # of a token's vector, if the embedding table is only looked up
+    experts: tuple[float, ...] = ()  # of one expert of each sparse layer
+    n_expert: int = 1  # X
+    n_active: int = 1  # the experts that a token uses
+
+    def total(self, tokens: float) -> float:
+        """The bytes of a pass over this many tokens."""
+        return self.dense + tokens * self.row + self.of_experts(tokens)
+
+    def of_experts(self, tokens: float) -> float:
+        """The expected bytes of experts of a pass over this many tokens, if each of them chooses its
+        experts at random. Several tokens read an expert once, so these are those of
+        X (1 - (1 - k / X)^tokens) experts in each sparse layer."""
+        chosen = self.n_expert * (1 - (1 - self.n_active / self.n_expert) ** tokens)
+        return chosen * sum(self.experts)
+
+
+def reads_of(layers: Iterable[nn.Module], sparse: Iterable[nn.Module]) -> WeightReads:
+    """What a pass reads of these layers. sparse: those of the experts.SparseMLP in them."""
+    total = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+    sparse = list(sparse)
+    if not sparse:
+        return WeightReads(total)
+    X = sparse[0].X
+    experts = []
+    for layer in sparse:
+        tensors = [*layer.gate_up.state_dict().values(), *layer.down.state_dict().values()]
+        experts.append(sum(tensor.nbytes for tensor in tensors) / X)
+    return WeightReads(total - X * sum(experts), 0.0, tuple(experts), X, sparse[0].k)
+
+
+def weight_reads(model: Transformer) -> WeightReads:
+    """What a decode step reads.
+
+    It reads all weights once, except for the experts that no token has chosen, and an embedding
+    table that is not tied to the output head: of this table, it reads one vector per row. The layer
+    that drafts tokens (mtp) does not count.
     """
-    tensors = model.state_dict()
-    total = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("mtp."))
-    if model.output is None:
-        return total
-    table = sum(tensor.nbytes for tensor in model.embedding.state_dict().values())
-    return total - table + rows * table / model.config.vocab_size
+    layers = dict(model.named_children())
+    layers.pop("mtp", None)
+    table = 0
+    if model.output is not None:
+        table = sum(tensor.nbytes for tensor in layers.pop("embedding").state_dict().values())
+    reads = reads_of(layers.values(), [block.experts for block in model.blocks if block.experts is not None])
+    return reads._replace(row=table / model.config.vocab_size)
+
+
+def weight_bytes(model: Transformer, rows: float) -> float:
+    """Bytes of weights that one decode step of this many rows reads: see `weight_reads`."""
+    return weight_reads(model).total(rows)
 
 
 def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
@@ -50,17 +95,15 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
 
     bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
     There are two FLOPs for each weight of a matrix, four for each element of a query and each
-    position that it attends to, and seven for each element of a gated delta net's matrices.
+    position that it attends to, and seven for each element of a gated delta net's matrices. Of
+    experts, those that a token uses count.
     """
-    with torch.device("meta"):
-        model = Transformer(replace(config, mtp=False)).to(dtype)
-    if quantization is not None:
-        swap(model, quantization.scheme)
+    model = empty_model(replace(config, mtp=False), quantization)
+    model.activation_dtype = dtype
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        tensor.data = tensor.to(dtype_of(name, tensor, config, dtype))
 
-    layers = [module for module in model.modules() if isinstance(module, MatrixLayer)]
-    if model.output is not None:
-        layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
-    matrices = sum(layer.in_features * layer.out_features for layer in layers)
+    matrices = multiplied_weights(model)
     attending = [layer for layer in range(config.n_layer) if config.has_attention(layer)]
     attended = sum(min(context, config.window(layer) or context) for layer in attending)
     net = config.delta_net
@@ -77,6 +120,23 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
         "bandwidth_bytes_per_s": bandwidth,
         "bound_tokens_per_s": bandwidth * rows / (weights + kv + rows * state),
     }
+
+
+def multiplied_weights(model: Transformer) -> int:
+    """How many weights a token is multiplied with."""
+    layers = [module for module in model.modules() if isinstance(module, MatrixLayer)]
+    if model.output is not None:
+        layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
+    total = 0
+    for layer in layers:
+        active = model.config.experts.n_active if layer.experts > 1 else 1
+        total += layer.in_features * layer.out_features // layer.experts * active
+    for block in model.blocks:
+        if block.experts is not None:
+            total += block.experts.router.weight.numel()
+        if block.experts is not None and block.experts.shared is not None:
+            total += block.experts.shared_gate.weight.numel()
+    return total
 
 
 def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, quantization=None) -> list[dict]:
@@ -222,7 +282,9 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
 
     tokens = timing.decode_tokens
     if tokens:
-        read = weight_bytes(model, tokens / timing.decode_steps) * timing.decode_steps
+        reads = weight_reads(model)
+        read = reads.dense * timing.decode_steps + reads.row * tokens
+        read += expert_bytes_read(reads, timing)
         weights = (read + timing.draft_bytes) / tokens
         kv = timing.kv_bytes / tokens
         state = model.recurrent_bytes * timing.row_steps / tokens
@@ -246,6 +308,8 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
+    if model.config.experts is not None:
+        fields["experts"] = expert_numbers(model, timing)
     if model.shard.ranks > 1:  # then each number of bytes is that of one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = None
@@ -254,6 +318,36 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
             fields["communication_share"] = seconds / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
     return fields | engine.decoding.numbers(profiled)
+
+
+def expert_bytes_read(reads: WeightReads, timing) -> float:
+    """The bytes of experts that all decode steps have read, but for the layer that drafts tokens."""
+    if not reads.experts:
+        return 0.0
+    counts = timing.expert_counts[:, -1].tolist()
+    return sum(n * nbytes for n, nbytes in zip(counts, reads.experts))
+
+
+def expert_numbers(model: Transformer, timing) -> dict:
+    """The fields of --json about experts, in decode steps.
+
+    busiest_expert: how many tokens have used a layer's most used expert, divided by the number if
+    all were used equally; unused_experts: how many of a layer's experts no token has used. Both are
+    means over the sparse layers.
+    """
+    reads = weight_reads(model)
+    numbers = {
+        "weight_bytes_total": sum(tensor.nbytes for tensor in model.state_dict().values()),
+        "expert_bytes_per_token": None,
+        "busiest_expert": None,
+        "unused_experts": None,
+    }
+    if timing.decode_tokens:
+        used = timing.expert_counts[: len(reads.experts), :-1].double()  # (sparse layers, X)
+        numbers["expert_bytes_per_token"] = expert_bytes_read(reads, timing) / timing.decode_tokens
+        numbers["busiest_expert"] = (used.amax(1) / used.mean(1)).mean().item()
+        numbers["unused_experts"] = (used == 0).sum(1).double().mean().item()
+    return numbers
 
 
 def print_report(result: dict, timing, args):
@@ -320,6 +414,8 @@ def full_report(result: dict, timing) -> str:
         lines.append(prefill_text(result, timing))
     if result["decode_tokens_per_s"] is not None:
         lines.append(decode_text(result, timing))
+    if result["decode_tokens_per_s"] is not None and "experts" in result:
+        lines.append(experts_text(result["experts"]))
     if result["device"] == "cpu" and result["threads"]:
         threads = threads_text(result["threads"])
         lines.append(f"threads: {threads}{others_text(result['other_programs_cpus'])}")
@@ -360,6 +456,14 @@ def decode_text(result: dict, timing) -> str:
     if used <= measured:  # otherwise other programs slowed the measurement, or caches held weights
         line += f", {used / measured:.0%} of the {measured:.1f} measured here"
     return line
+
+
+def experts_text(experts: dict) -> str:
+    read = experts["expert_bytes_per_token"] / 1e6
+    total = experts["weight_bytes_total"] / 1e6
+    line = f"experts: each token reads {read:.1f} MB of them; all weights have {total:.1f} MB. In a layer, "
+    line += f"the busiest expert has {experts['busiest_expert']:.1f} times its even share of tokens, "
+    return line + f"and {experts['unused_experts']:.1f} have none"
 
 
 def ranks_text(result: dict, timing) -> str:

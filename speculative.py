@@ -48,7 +48,7 @@ from drafts.controller import Candidate, Controller
 from drafts.draft import MAX_K, WIDTHS, Batch, Draft, Proposal, full_width_choices, width_of
 from engine import Engine, PlainDecoding, StepResult
 from kernels import MAX_DECODE_TOKENS, exponential_noise
-from report import synchronize, weight_bytes
+from report import synchronize, weight_reads
 from sampling import Sampling, probabilities, sample
 
 MAX_PAUSE = 8  # after n fruitless searches the next n steps do not search, but at most this many
@@ -282,7 +282,7 @@ class Speculation(PlainDecoding):
         self.fruitless = 0  # fruitless searches in succession, at most MAX_PAUSE
         self.pause = 0  # steps until the next search
         self.observers = [draft for draft in drafts if draft.observes]
-        self.controller = Controller([draft.prior for draft in drafts], self._token_s)
+        self.controller = Controller([draft.prior for draft in drafts], self._token_s, self._extra_share)
         self.report = Report()
         self.draft_counts = self.report.drafts
         for i, draft in enumerate(drafts):
@@ -296,7 +296,7 @@ class Speculation(PlainDecoding):
         self.verify = engine.steps.compile(verify)
         # (index of the draft, number of rows) -> what `_candidates` returns
         self.candidates: dict[tuple[int, int], list[Candidate]] = {}
-        self.weight_bytes = weight_bytes(engine.model, 1)
+        self.reads = weight_reads(engine.model)
         for draft in self.drafts:
             draft.begin(engine)
 
@@ -307,6 +307,12 @@ class Speculation(PlainDecoding):
         if timing.prefill_tokens <= MAX_DECODE_TOKENS:
             return None
         return timing.prefill_s / timing.prefill_tokens
+
+    def _extra_share(self, rows: int, tokens: int) -> float:
+        """The bytes of experts that each of these extra tokens adds to a pass over one token per row,
+        divided by all bytes of weights that this pass reads."""
+        extra = self.reads.of_experts(rows + tokens) - self.reads.of_experts(rows)
+        return extra / tokens / self.reads.total(rows)
 
     def add(self, row: int, tokens: list[int], cached: int):
         self.fruitless = 0
@@ -427,7 +433,8 @@ class Speculation(PlainDecoding):
         if (index, rows) not in self.candidates:
             choices = draft.choices(self.k)
             tokens = [rows * self._padded_k(k) for k in choices]
-            costs = [draft.bytes_read(k, [])[0] / self.weight_bytes for k in choices]
+            plain = self.reads.total(rows)
+            costs = [draft.bytes_read(k, [0] * rows)[0] / plain for k in choices]
             self.candidates[index, rows] = [
                 Candidate(index, k, n, None, cost) for k, n, cost in zip(choices, tokens, costs)
             ]

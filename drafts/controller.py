@@ -6,9 +6,10 @@ Candidate, a choice; Controller. Knows numbers only: no model, no tokens.
 The cost of a step is estimated before it is tried. A pass over one token per row takes as long as a
 plain step, which is measured first. Each extra token of the pass adds about as much as a token of a
 prompt takes, which prefill has measured if the prompt was not short; somewhat more in a pass over
-many tokens. A draft takes as long as a plain step that reads as many bytes. Measurements replace
-these prior estimates, which apply again when the measurements are old. So a proposal that cannot
-pay off by these estimates is never tried.
+many tokens. In a model with experts, it adds at least as much as reading the experts that no other
+token of the pass has chosen. A draft takes as long as a plain step that reads as many bytes.
+Measurements replace these prior estimates, which apply again when the measurements are old. So a
+proposal that cannot pay off by these estimates is never tried.
 """
 
 from collections import defaultdict, deque
@@ -113,11 +114,19 @@ class Controller:
 
     priors: for each draft, the expected acceptance rate of its tokens, and the number of tokens
     that this expectation counts as. token_s: a function that returns the seconds that a token of a
-    prompt takes, or None if they are not known.
+    prompt takes, or None if they are not known. extra_share(rows, tokens): how many bytes of weights
+    each of these extra tokens adds to a plain step of these rows, divided by the bytes of the plain
+    step; it does not grow with the number of tokens.
     """
 
-    def __init__(self, priors: list[tuple[float, float]], token_s: Callable[[], float | None]):
+    def __init__(
+        self,
+        priors: list[tuple[float, float]],
+        token_s: Callable[[], float | None],
+        extra_share: Callable[[int, int], float] = lambda rows, tokens: 0.0,
+    ):
         self.token_s = token_s
+        self.extra_share = extra_share
         self.steps = 0
         # rows -> the seconds of a plain step
         self.plain: defaultdict[int, Recent] = defaultdict(Recent)
@@ -154,7 +163,7 @@ class Controller:
         """Whether a proposal of up to k tokens per row would pay off if all of them were accepted.
         If not, a draft need not look for any."""
         most = rows * k
-        # The estimated time of an extra token changes at FEW_TOKENS and at powers of two. So the
+        # The estimated time of an extra token grows only at FEW_TOKENS and at powers of two. So the
         # best number of tokens is the last one before such a change, or the largest.
         sizes = {most, min(most, max(1, FEW_TOKENS - rows))}
         sizes |= {2**i - 1 for i in range(1, most.bit_length())}
@@ -174,6 +183,7 @@ class Controller:
             prior = EXTRA_TOKEN * plain_s
         if rows + tokens > FEW_TOKENS:
             prior *= LONGER
+        prior = max(prior, self.extra_share(rows, tokens) * plain_s)
         recent = self.extra_token_s[rows.bit_length(), tokens.bit_length()]
         return tokens * recent.median(self.steps, prior)
 

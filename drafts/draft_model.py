@@ -15,7 +15,7 @@ from drafts.draft import Batch, Draft, Proposal, full_width_choices
 from engine import Engine, common_prefix_length
 from formats import QuantizedLinear, Scheme, pack
 from model import Transformer, pad_rows
-from report import synchronize, weight_bytes
+from report import synchronize, weight_reads
 from sampling import Sampling, probabilities, sample
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
@@ -94,10 +94,11 @@ class Drafter(Draft):
     def __init__(self, model: Transformer, vocabulary: DraftVocabulary | None = None):
         self.model = model
         self.vocabulary = vocabulary
-        self.weight_bytes = weight_bytes(model, 1)
+        self.reads = weight_reads(model)
         if vocabulary is not None:  # it is read instead of the output head
             head = model.embedding if model.output is None else model.output
-            self.weight_bytes += state_bytes(vocabulary) - state_bytes(head)
+            dense = self.reads.dense + state_bytes(vocabulary) - state_bytes(head)
+            self.reads = self.reads._replace(dense=dense)
 
     def begin(self, engine: Engine):
         super().begin(engine)
@@ -136,7 +137,7 @@ class Drafter(Draft):
         return full_width_choices(min(k, AUTO_K))
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
-        return k * self.weight_bytes, k * self.model.kv_bytes(positions)
+        return k * self.reads.total(len(positions)), k * self.model.kv_bytes(positions)
 
 
 class SelfDraft(Drafter):

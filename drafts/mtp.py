@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drafts.draft import Batch, Draft, Proposal, full_width_choices
 from engine import Engine
 from model import Transformer, layer_position_bytes
+from report import reads_of
 from sampling import Sampling, sample
 
 DRAFT_TOKENS = 32768  # tokens from this id on are never proposed
@@ -35,7 +36,8 @@ class MtpDraft(Draft):
     def __init__(self, model: Transformer):
         self.head = DraftHead(model)
         layers = [model.mtp.proj, model.mtp.block, self.head.layer]
-        self.weight_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+        sparse = model.mtp.block.experts
+        self.reads = reads_of(layers, [] if sparse is None else [sparse])
 
     def begin(self, engine: Engine):
         super().begin(engine)
@@ -62,7 +64,8 @@ class MtpDraft(Draft):
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         model = self.engine.model
-        return k * self.weight_bytes, k * sum(positions) * layer_position_bytes(model.own_config, model.dtype)
+        kv = sum(positions) * layer_position_bytes(model.own_config, model.dtype)
+        return k * self.reads.total(len(positions)), k * kv
 
 
 class DraftHead(nn.Module):

@@ -5,11 +5,12 @@ import random
 
 import torch
 
-from checkpoint import Checkpoint, open_directory, read_weights
-from config import DeltaNet
+from checkpoint import Checkpoint, empty_model, open_directory, read_weights
+from config import Config, DeltaNet, Experts
 from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
 from model import WHOLE_MODEL
 from recurrent import DeltaState
+from writer import Writer
 
 # What may stand in the place of any field of a model's config.
 STRANGE_VALUES = [
@@ -23,6 +24,24 @@ def read_model(checkpoint, dtype=torch.bfloat16, shard=WHOLE_MODEL):
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_directory(checkpoint)
     return read_weights(checkpoint, checkpoint.empty_model(shard), dtype=dtype)
+
+
+# A model with experts. The first and the last layer are sparse.
+EXPERTS = Experts((0, 2), n_expert=5, n_active=2, hidden_dim=35, shared_dim=33)
+SPARSE = Config(3, 4, 2, 12, 40, 57, 131, 256, qk_norm=True, experts=EXPERTS)
+
+
+def write_random(folder, config, seed=0):
+    """A checkpoint with random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    with Writer(folder) as writer:
+        for name, tensor in empty_model(config).state_dict().items():
+            scale = 0.3 if tensor.dim() == 1 else 1.2 * tensor.shape[-1] ** -0.5
+            weight = torch.randn(tensor.shape, generator=generator) * scale + ("norm" in name)
+            writer.add(name, -weight.abs() if name.endswith("decay.weight") else weight)
+        writer.add_config(config)
+        writer.add_json("tokenizer_config.json", {"bos_token_id": 1})
+    return folder
 
 
 def numbers(*shape, seed=0, dtype=torch.float32, offset=0):

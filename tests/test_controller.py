@@ -6,6 +6,7 @@ import pytest
 
 from drafts.controller import BATCH_MARGIN, LONGER, MARGIN, MEMORY, PRIOR, WINDOW, Candidate, Controller, Rate, Recent
 from drafts.draft_model import SelfDraft
+from report import WeightReads
 
 
 def candidates(ks, draft=0, rows=1, draft_cost=0.0):
@@ -182,6 +183,74 @@ def test_measurements_are_forgotten():
 def test_nothing_is_searched_for_if_no_proposal_could_gain(token_s, rows, k):
     machine = Machine(token_s)
     assert not machine.controller.could_gain(rows, k), "plain steps are measured first"
+    for _ in range(3):
+        machine.step([], 0.0, rows)
+    proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]
+    best = machine.controller.choose(rows, proposals)
+    assert machine.controller.could_gain(rows, k) == (best is not None)
+
+
+# ---------------------------------------------------------------- models with experts
+
+
+def share_of(reads: WeightReads):
+    """The bytes of experts that an extra token adds, as a share of those of a plain step."""
+
+    def share(rows, tokens):
+        return (reads.of_experts(rows + tokens) - reads.of_experts(rows)) / tokens / reads.total(rows)
+
+    return share
+
+
+# 40 layers of 256 experts, of which a token uses 8; the second model has large dense weights besides
+ALL_EXPERTS = WeightReads(0.3, experts=(1 / 320,) * 40, n_expert=256, n_active=8)
+FEW_EXPERTS = WeightReads(8.0, experts=(1 / 320,) * 40, n_expert=256, n_active=8)
+
+
+class SparseMachine(Machine):
+    """A pass takes the time of its bytes, and prefill, in which tokens share experts, next to none for a token."""
+
+    def __init__(self, reads: WeightReads, token_s: float | None):
+        super().__init__(0.0)
+        self.share = share_of(reads)
+        self.controller = Controller([PRIOR], lambda: token_s, self.share)
+
+    def step(self, options, acceptance, rows=1):
+        choice = self.controller.choose(rows, options)
+        self.token_s = self.share(rows, choice.tokens) if choice else 0.0
+        super().step(options, acceptance, rows)
+
+
+@pytest.mark.parametrize("token_s", [0.01, None])
+@pytest.mark.parametrize("rows, likely", [(1, [0.7, 0.5, 0.3]), (8, [0.6] * 8)])
+def test_experts_that_an_extra_token_reads_are_never_read_in_vain(rows, likely, token_s):
+    """Each extra token reads nearly as much as a plain step of its row."""
+    machine = SparseMachine(ALL_EXPERTS, token_s)
+    for _ in range(500):
+        machine.step(found(likely) + candidates((1, 3), rows=rows, draft_cost=0.1), 0.6, rows)
+    assert set(machine.chosen) == {0}
+
+
+def test_experts_that_are_a_small_part_of_the_weights():
+    machine = SparseMachine(FEW_EXPERTS, 0.01)
+    for _ in range(100):
+        machine.step(candidates((1, 3, 7), draft_cost=0.05), 0.9)
+    assert machine.tokens / machine.spent > 1.8 and machine.chosen[-1] == 7
+
+
+def test_an_extra_token_takes_at_least_the_share_of_its_experts():
+    """Also if prefill was faster; and if it was slower, the time of prefill."""
+    for token_s, reads in ((0.01, ALL_EXPERTS), (0.5, FEW_EXPERTS)):
+        controller = Controller([PRIOR], lambda token_s=token_s: token_s, share_of(reads))
+        expected = max(token_s, share_of(reads)(2, 3))
+        assert controller.extra_s(2, 3, 1.0) == pytest.approx(3 * expected)
+        assert (expected == token_s) == (reads is FEW_EXPERTS)
+
+
+@pytest.mark.parametrize("reads", [ALL_EXPERTS, FEW_EXPERTS, WeightReads(2.0, experts=(0.5,), n_expert=8, n_active=2)])
+@pytest.mark.parametrize("rows, k", [(1, 15), (3, 7), (8, 15)])
+def test_nothing_is_searched_for_in_a_model_with_experts_if_nothing_could_gain(reads, rows, k):
+    machine = SparseMachine(reads, 0.02)
     for _ in range(3):
         machine.step([], 0.0, rows)
     proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]

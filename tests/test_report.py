@@ -1,17 +1,26 @@
 """Rooflines against torch's FLOP counter, and against the known numbers of a 176B model."""
 
+import itertools
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
-from conftest import ROOT, only_torch
+from cases import SPARSE, read_model, write_random
+from conftest import ROOT, only_torch, random_prompts
 from programs import main
 from torch.utils.flop_counter import FlopCounterMode
 
 import report
+from checkpoint import total_weight_bytes
 from cli import UserError
+from engine import Engine, Request, StepFunctions, generate
+from experts import run_experts
 from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
-from report import roofline, weight_bytes
+from report import measurements, roofline, weight_bytes
+from sampling import SamplingParams
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-biased", "qwen3-gqa", "bloom-7-post", "bloom-2-untied"])
@@ -73,3 +82,104 @@ def test_the_line_of_a_run_counts_drafted_tokens_only_if_some_were_accepted(acce
     }
     assert report.short_report(result, None).startswith(expected)
     assert ("drafted" in report.short_report(result, None)) == bool(accepted)
+
+
+# ---------------------------------------------------------------- experts
+
+# One expert's bytes in float32: gate, up and down
+EXPERT = 3 * SPARSE.dim * SPARSE.experts.hidden_dim * 4
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return write_random(tmp_path_factory.mktemp("sparse") / "x", SPARSE)
+
+
+def test_roofline_counts_the_experts_of_a_token(sparse):
+    model = read_model(sparse, torch.float32)
+    model.setup_caches(3, 64)
+    for layer in (model.blocks[0].experts, model.blocks[2].experts):
+        layer.run = partial(run_experts, layer=layer.number, few=True)  # torch does not count in an operation of ours
+        layer.max_run_tokens = 1
+    with only_torch(), FlopCounterMode(display=False) as counter:
+        model(torch.tensor([[5], [6], [7]]), torch.full((3, 1), 36))
+    assert roofline(SPARSE, 2e9, torch.float32, 37, rows=3)["flops_per_token"] * 3 == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_several_tokens_read_the_experts_that_any_of_them_uses(sparse, tokens):
+    """The mean over all choices that they may make."""
+    pairs = list(itertools.combinations(range(5), 2))
+    choices = itertools.product(pairs, repeat=tokens)
+    chosen = [len({e for pair in choice for e in pair}) for choice in choices]
+    mean = sum(chosen) / len(chosen)
+    model = read_model(sparse, torch.float32)
+    all_used = SPARSE.experts.n_expert * 2 * EXPERT  # in two layers
+    dense = sum(tensor.nbytes for tensor in model.state_dict().values()) - all_used - model.embedding.weight.nbytes
+    read = dense + tokens * SPARSE.dim * 4 + mean * 2 * EXPERT
+    assert weight_bytes(model, tokens) == pytest.approx(read)
+    found = roofline(SPARSE, 1e9, torch.float32, 1, tokens)
+    assert found["weight_bytes_per_token"] * tokens == pytest.approx(read)
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_the_report_counts_the_experts_that_decode_steps_read(sparse, fixed_shapes):
+    """Not those of prefill, nor of padding, nor of an earlier run."""
+    model = read_model(sparse, torch.float32)
+    engine = Engine(model, 3, 100, StepFunctions(fixed_shapes=fixed_shapes))
+    generate(engine, [Request([5, 6, 7], max_new_tokens=9)])
+    engine.reset_timing()
+    read = []  # how many experts each pass of a sparse layer has read
+    used = [Counter(), Counter()]
+
+    def watch(i, layer, inputs):
+        x, input_pos = inputs
+        if x.shape[1] > 1:
+            return  # a prefill
+        ids = layer.choose(x)[0][input_pos >= 0]
+        read.append(len(set(ids.flatten().tolist())))
+        used[i].update(ids.flatten().tolist())
+
+    for i, block in enumerate((model.blocks[0], model.blocks[2])):
+        block.experts.register_forward_pre_hook(partial(watch, i))
+    requests = [Request(prompt, SamplingParams(seed=n), n) for n, prompt in zip((3, 9, 14), random_prompts((7, 20, 9)))]
+    generate(engine, requests)
+
+    steps = engine.timing.decode_steps
+    tokens = engine.timing.decode_tokens
+    assert len(read) == 2 * steps and tokens == 2 + 8 + 13
+    found = measurements(engine, profiled=False, in_full=False)
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert found["experts"]["weight_bytes_total"] == total
+    assert found["experts"]["expert_bytes_per_token"] == pytest.approx(sum(read) * EXPERT / tokens)
+    dense = total - 10 * EXPERT - model.embedding.weight.nbytes
+    expected = (dense * steps + sum(read) * EXPERT) / tokens + SPARSE.dim * 4
+    assert found["weight_bytes_per_token"] == pytest.approx(expected)
+    busiest = sum(max(counter.values()) / (2 * tokens / 5) for counter in used) / 2
+    assert found["experts"]["busiest_expert"] == pytest.approx(busiest) and busiest > 1
+    assert found["experts"]["unused_experts"] == (10 - len(used[0]) - len(used[1])) / 2
+
+
+def test_the_report_of_a_model_with_experts(sparse, tmp_path, capsys, monkeypatch):
+    options = ["--checkpoint_path", sparse, "--prompt_ids", "5,6,7", "--max_new_tokens", 9, "--kernels", "torch"]
+    shown, said = main(capsys, monkeypatch, *options, "--json", "--report", "--dtype", "float32")
+    experts = shown["experts"]
+    assert experts["expert_bytes_per_token"] == 4 * EXPERT, "two experts in each of two layers"
+    [line] = [line for line in said.splitlines() if line.startswith("experts: ")]
+    sizes = f"each token reads {4 * EXPERT / 1e6:.1f} MB of them; all weights have"
+    assert sizes in line and f"the busiest expert has {experts['busiest_expert']:.1f} times its even share" in line
+    _, said = main(capsys, monkeypatch, *options[:-4], "--max_new_tokens", 1, "--kernels", "torch", "--report")
+    assert "experts: " not in said, "nothing was decoded"
+
+
+@pytest.mark.parametrize("mode", [None, "int4"])
+def test_the_bytes_of_all_weights(sparse, tmp_path, mode):
+    """Those of a loaded model: the routers stay float32."""
+    quantization = mode and Quantization(mode, 32, "int8")
+    if mode:
+        quantize_checkpoint(sparse, tmp_path / "q", quantization)
+    model = read_model(tmp_path / "q" if mode else sparse)
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert total_weight_bytes(SPARSE, torch.bfloat16, quantization) == total
+    found = roofline(SPARSE, 1e9, torch.bfloat16, 1, 3, quantization)["weight_bytes_per_token"]
+    assert found * 3 == pytest.approx(weight_bytes(model, 3))

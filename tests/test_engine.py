@@ -9,8 +9,9 @@ from itertools import count
 
 import pytest
 import torch
+from cases import SPARSE, read_model, write_random
 from conftest import VOCABULARY, hf_greedy, random_prompts
-from schedules import GREEDY, masked_requests, random_requests, run_randomly
+from schedules import GREEDY, fuzz_states, masked_requests, random_requests, run_randomly
 
 import engine as engine_module
 from cli import UserError
@@ -77,6 +78,28 @@ def test_schedules_change_no_tokens(models, format):
                 assert request.new_tokens == alone[: len(request.new_tokens)]
             else:
                 assert (request.new_tokens, request.finish_reason) == (alone, "length")
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return read_model(write_random(tmp_path_factory.mktemp("sparse") / "x", SPARSE), torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_schedules_of_a_model_with_experts(sparse, seed):
+    """Rows that reuse prefixes, beside others, with drafts of which some are rejected."""
+    fuzz_states(sparse, seed)
+
+
+def test_padding_uses_no_experts(sparse):
+    """Rows and counts with rows of padding beside them are those without."""
+    found = []
+    for fixed_shapes in (False, True):
+        engine = Engine(sparse, 4, LENGTH, StepFunctions(fixed_shapes=fixed_shapes))
+        requests = [Request(prompt, GREEDY, n) for n, prompt in zip((5, 9, 14), random_prompts((5, 31, 1)))]
+        generate(engine, requests)
+        found.append(([request.new_tokens for request in requests], sparse.expert_counts.tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])

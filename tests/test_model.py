@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import SPARSE, read_model, write_random
 from conftest import SHORT_CONTEXT, TINY, for_long_rows, greedy, hf_greedy, only_torch, random_prompts
 
 from config import Config, RopeScaling
@@ -255,3 +256,37 @@ def test_config_refuses_impossible_sizes():
             RopeScaling(**kwargs)
     with pytest.raises(ValueError, match="unknown RoPE scaling 'dynamic'"):
         RopeScaling("dynamic")
+
+
+# ---------------------------------------------------------------- experts
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return read_model(write_random(tmp_path_factory.mktemp("sparse") / "x", SPARSE), torch.float32)
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_model_with_experts_is_one_graph(sparse, dynamic):
+    """With the same tokens and the same counts of experts."""
+    prompts = random_prompts((3, 20, 11))
+    expected = greedy(sparse, prompts, 12)
+    counts = sparse.expert_counts.tolist()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: sparse(*x), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    functions = {"prefill": compiled} if dynamic else {"decode": compiled}
+    assert greedy(sparse, prompts, 12, **functions) == expected
+    assert sparse.expert_counts.tolist() == counts
+
+
+def test_a_copy_of_a_model_has_experts_of_its_own(sparse):
+    prompts = random_prompts((9, 4))
+    expected = greedy(sparse, prompts, 5)
+    other = copy.deepcopy(sparse)
+    before = sparse.expert_counts.clone()
+    for weight in (other.blocks[0].experts.gate_up.weight, other.blocks[0].experts.down.weight):
+        weight.data.mul_(-1)
+    assert greedy(other, prompts, 5, length=None) != expected
+    assert torch.equal(sparse.expert_counts, before) and not torch.equal(other.expert_counts, before)
+    del other
+    assert greedy(sparse, prompts, 5) == expected

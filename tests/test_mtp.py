@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import EXPERTS, read_model, write_random
 from conftest import random_prompts, save_random, tiny_config
 from gguf_writer import NAMES, OTHER_NAMES, write_gguf
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from test_recurrent import convert_with_llama_cpp, needs_llama_cpp, random_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle_code
 
 from cli import UserError
+from config import Config, DeltaNet
 from convert_hf_checkpoint import convert
 from drafts.controller import Candidate, Controller
 from drafts.mtp import CHOICES, MtpDraft, draw_tokens
@@ -267,6 +269,42 @@ def test_bits_of_a_quantized_model_with_drafts(tiny, tmp_path, format):
         assert entries(model, [MtpDraft(model)], PROMPTS, rows) == expected
     without = load_model(tmp_path / "q")
     assert without.mtp is None and entries(without, [], PROMPTS, 1) == expected
+
+
+HYBRID = Config(
+    3, 4, 2, 12, 40, 57, 131, 256, qk_norm=True, attention_gate=True, mtp=True, experts=EXPERTS,
+    delta_net=DeltaNet((0, 1), n_key_head=2, n_value_head=6, key_dim=10, value_dim=7),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return read_model(write_random(tmp_path_factory.mktemp("sparse") / "x", HYBRID), torch.float32)
+
+
+def test_a_sparse_layer_drafts(sparse):
+    expected = entries(sparse, [], PROMPTS, 6)
+    found = entries(sparse, [MtpDraft(sparse)], PROMPTS, 4, chunk_tokens=7, always_chunk=True)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert sparse.expert_counts.shape == (3, 6) and sparse.expert_counts[2].sum() > 0
+
+
+def test_drafting_reads_the_active_experts_of_its_layer_alone(sparse):
+    """Of five experts one token reads two, and three tokens 3.92."""
+    draft = MtpDraft(sparse)
+    draft.begin(Engine(sparse, 3, 40))
+    layers = [sparse.mtp.proj, sparse.mtp.block, sparse.output]
+    total = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+    expert = 3 * HYBRID.dim * EXPERTS.hidden_dim * 4
+    for rows, chosen in ((1, 2), (3, 5 * (1 - 0.6**3))):
+        weights, _ = draft.bytes_read(4, [9] * rows)
+        assert weights == pytest.approx(4 * (total - (5 - chosen) * expert))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_schedules_of_a_hybrid_model_with_experts(sparse, seed):
+    fuzz_states(sparse, seed)
 
 
 def test_a_row_without_room_for_all_drafts(model):

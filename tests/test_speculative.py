@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from cases import SPARSE, read_model, write_random
 from conftest import ROOT, random_prompts
 from programs import ids, main
 from random_heads import random_heads, some_tokens
@@ -40,6 +41,7 @@ from load import (
     load_model,
 )
 from quantize import quantize_checkpoint
+from report import weight_bytes
 from sampling import SamplingParams, sample
 from speculative import DraftedTokens, Report, Speculation
 
@@ -112,6 +114,32 @@ def test_tokens_are_those_of_plain_decoding(tiny, tiny_model, name, kind, k, row
     assert numbers["steps"] and (not numbers["plain_steps"] or kind in DETERMINISTIC)
     if kind in ("a noisy copy", "int4-self"):
         assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
+
+
+@pytest.mark.parametrize("kind, rows", [(SelfDraft, 1), (SelfDraft, 3), (ModelDraft, 3)])
+def test_a_draft_with_experts(tmp_path, kind, rows):
+    """It counts its own experts, and what it reads is what the tokens of one pass use."""
+    folder = write_random(tmp_path / "x", SPARSE)
+    model = read_model(folder, torch.float32)
+    draft = quantize_model(read_model(folder, torch.float32), Quantization("int4", 32, "int8"))
+    requests = [Request(prompt, GREEDY, 20) for prompt in random_prompts((7, 30, 1))]
+    plain = results(Engine(model, rows, 60), requests)
+    speculation = Speculation([kind(draft)], 4, automatic=False)
+    engine = Engine(model, rows, 60, decoding=speculation)
+    assert results(engine, requests) == plain
+    assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
+    counts = engine.timing.expert_counts
+    assert counts[:, :-1].sum(1).tolist() == [2 * verified_tokens(speculation)] * 2, "two experts for each token"
+    assert draft.expert_counts.min() > 0
+    [(weights, _)] = [speculation.drafts[0].bytes_read(3, [0] * rows)]
+    assert weights == 3 * weight_bytes(draft, rows)
+    share = (weight_bytes(model, rows + 4) - weight_bytes(model, rows)) / weight_bytes(model, rows) / 4
+    assert speculation.controller.extra_share(rows, 4) == pytest.approx(share, rel=0.05)  # without embeddings
+
+
+def verified_tokens(speculation) -> int:
+    """How many tokens the target has read in decode steps: the newest of each row, and the proposed ones."""
+    return speculation.engine.timing.row_steps + speculation.report.proposed
 
 
 def test_a_perfect_draft_is_always_right(tiny, tiny_model):

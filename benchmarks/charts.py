@@ -1,5 +1,5 @@
-"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py and draft_layer.py, in a PNG
-beside each file.
+"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py, draft_layer.py and experts.py,
+in a PNG beside each file.
 
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
@@ -144,6 +144,38 @@ def draw_draft_layer(result: dict, path: Path):
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
+def draw_experts(result: dict, path: Path):
+    """Draw what experts.py measured: the bytes of weights for a token, and the time of a step, by the number of rows."""
+    rows = result["rows"]
+    numbers = [row["rows"] for row in rows]
+    X = result["n_expert"]
+    figure = make_figure(3.6, f"{result['model']}: {title(result)}")
+    sizes, times = figure.subplots(1, 2)
+    for name, colour in (("sparse", BLUE), ("dense", GREY)):
+        label = f"{result['n_active']} of {X} experts" if name == "sparse" else "dense"
+        sizes.plot(
+            numbers, [row[f"{name}_bytes_per_token"] / 1e6 for row in rows], marker="o", color=colour, label=label
+        )
+        times.plot(numbers, [1e3 * row[f"{name}_step_s"] for row in rows], marker="o", color=colour, label=label)
+    whole = [result["total_bytes"] / n / 1e6 for n in numbers]
+    sizes.plot(
+        numbers, whole, color="black", linewidth=1, linestyle=(0, (2, 1)), label="all experts, once for all rows"
+    )
+    sizes.set_yscale("log")
+    sizes.set_title("MB of weights for each token", fontsize=10, loc="left")
+    times.set_title("ms of a step", fontsize=10, loc="left")
+    times.set_ylim(0)
+
+    for axes in (sizes, times):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(numbers, [str(n) for n in numbers])
+        axes.set_xlabel("rows", fontsize=9)
+        axes.legend(fontsize=9, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    figure.savefig(path.with_suffix(".png"), format="png")
+
+
 def draw(path: Path):
     """Draw one file: one line of panels for each model.
 
@@ -153,6 +185,8 @@ def draw(path: Path):
     result = read_json(path)
     if "by_agreement" in result:
         return draw_draft_layer(result, path)
+    if "n_expert" in result:
+        return draw_experts(result, path)
     if "draft" in result.get("rows", [{}])[0]:
         return draw_gains(result, path)
 

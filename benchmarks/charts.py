@@ -145,7 +145,7 @@ def draw_draft_layer(result: dict, path: Path):
 
 
 def draw_experts(result: dict, path: Path):
-    """Draw what experts.py measured: the bytes of weights for a token, and the time of a step, by the number of rows."""
+    """Draw what experts.py measured: the bytes of weights of a token, and the time of a step, by the number of rows."""
     rows = result["rows"]
     numbers = [row["rows"] for row in rows]
     X = result["n_expert"]

@@ -256,7 +256,7 @@ def experts(fields: Fields, layers: list[int], n_expert: int, n_active: int, **s
     n_expert = fields.take("num_experts", fields.take("num_local_experts", n_expert))
     check_copies(fields, num_experts=("num_local_experts",))
     n_active = fields.take("num_experts_per_tok", n_active)
-    if not layers or n_expert == 0:
+    if not layers:
         return {"experts": None}
     return {"experts": Experts(tuple(layers), n_expert, n_active, **sizes)}
 
@@ -280,6 +280,8 @@ def qwen3_moe_fields(fields: Fields) -> dict:
     check_positive_int("decoder_sparse_step", step)
     dense = fields.take("mlp_only_layers", None) or []
     layers = [i for i in range(found["n_layer"]) if i not in dense and (i + 1) % step == 0]
+    if 0 in (fields.take("num_experts", None), fields.take("num_local_experts", None)):
+        layers = []
     width = fields.take("moe_intermediate_size", 768)
     normalized = fields.take("norm_topk_prob", False)
     found |= experts(fields, layers, 128, 8, hidden_dim=width, normalized=normalized)

@@ -197,6 +197,11 @@ class GgufFile:
         for name, supported in EXPERT_FIELDS.items():
             if self.hyper(name, supported[0]) not in supported:
                 self.refuse(name, f"is not supported; expected {supported[0]}")
+        for name, value in self.metadata.items():
+            architecture, _, rest = name.partition(".")
+            is_unknown = rest.startswith("expert") and rest not in USED_FIELDS.split()
+            if architecture == self.architecture and is_unknown and value != 0:
+                self.refuse(rest, "is not supported")
 
     def _config(self) -> Config:
         shapes = self.shapes()

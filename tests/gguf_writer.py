@@ -80,7 +80,12 @@ OTHER_NAMES["lfm2"] = {
 }
 OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
-ARCHITECTURES |= {"qwen3_5_text": "qwen35", "mixtral": "llama", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe"}
+ARCHITECTURES |= {
+    "qwen3_5_text": "qwen35",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_moe_text": "qwen35moe",
+}
 PAIRED = ("llama", "smollm3", "granite", "mistral3")  # architectures that need pair_rows
 SCALES = {
     "embedding_multiplier": "embedding_scale",
@@ -285,7 +290,9 @@ def quantized_blocks(array, kind):
     except NotImplementedError:
         from cases import random_blocks  # imports the project, but same_tokens.py runs outside of it
 
-        return random_blocks(kind.name.lower(), *array.shape)["blocks"].numpy()
+        N = math.prod(array.shape[:-1])
+        blocks = random_blocks(kind.name.lower(), N, array.shape[-1])["blocks"].numpy()
+        return blocks.reshape(*array.shape[:-1], -1)
 
 
 def add_field(writer, name, value):

@@ -14,8 +14,9 @@ from gguf_writer import NAMES, OTHER_NAMES, write_gguf
 from safetensors.torch import load_file, save_file
 from schedules import NoisyDraft, fuzz_states
 from test_families import vocabulary_fields
-from test_recurrent import convert_with_llama_cpp, needs_llama_cpp, random_qwen35
-from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle_code
+from test_recurrent import EXPERTS, convert_with_llama_cpp, needs_llama_cpp, random_qwen35
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 from cli import UserError
 from config import Config, DeltaNet
@@ -44,10 +45,11 @@ class Oracle(torch.nn.Module):
         config._attn_implementation = "eager"
         D = config.hidden_size
         self.fc = torch.nn.Linear(2 * D, D, bias=False)
-        self.pre_fc_norm_embedding = oracle_code.Qwen3_5RMSNorm(D, config.rms_norm_eps)
-        self.pre_fc_norm_hidden = oracle_code.Qwen3_5RMSNorm(D, config.rms_norm_eps)
-        self.layers = torch.nn.ModuleList([oracle_code.Qwen3_5DecoderLayer(config, 0)])
-        self.norm = oracle_code.Qwen3_5RMSNorm(D, config.rms_norm_eps)
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(D, config.rms_norm_eps)
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(D, config.rms_norm_eps)
+        block = Qwen3_5MoeDecoderLayer if config.model_type == "qwen3_5_moe_text" else Qwen3_5DecoderLayer
+        self.layers = torch.nn.ModuleList([block(config, 0)])
+        self.norm = Qwen3_5RMSNorm(D, config.rms_norm_eps)
         generator = torch.Generator().manual_seed(seed)
         for weight in self.parameters():
             weight.data.normal_(0, 0.3 if weight.dim() == 1 else 1.2 * weight.shape[-1] ** -0.5, generator=generator)
@@ -334,10 +336,15 @@ def gguf_names(oracle):
     n_layer = oracle.target.config.num_hidden_layers
     arrays = {}
     for name, weight in oracle.state_dict().items():
-        stem, _, kind = name.rpartition(".")
+        stem, _, kind = name.removesuffix("_proj").rpartition(".")
+        if name.endswith("_proj"):  # the matrices of all experts
+            stem = name
+            kind = "weight"
         inner = stem.removeprefix("layers.0.")
         place = names[inner] if inner != stem else f"nextn.{own[stem]}"
         array = weight.numpy()
+        if inner == "mlp.shared_expert_gate":
+            array = array.squeeze(0)
         arrays[f"blk.{n_layer}.{place}.{kind}"] = array + 1 if stem.endswith("norm") or "norm_" in stem else array
     return arrays
 
@@ -357,11 +364,42 @@ def test_gguf_files(member, byte_level, tmp_path):
     assert len(own) == 12 and all(torch.equal(state[name], expected[name]) for name in own)
 
 
+@pytest.mark.parametrize("member", ["qwen35-moe-5"], indirect=True)
+def test_a_layer_with_experts(member, byte_level, tmp_path):
+    """As one tensor for the matrices of all experts, as one tensor for each matrix, and in a GGUF file."""
+    oracle, folder = member
+    model = load_model(open_hf(folder), dtype=torch.float32, draft=["mtp"])
+    [tokens] = random_prompts((41,), seed=5)
+    for parts in ([40], [17, 23]):
+        assert drafted(model, tokens, 6, parts) == oracle.draft(tokens, 6)[0]
+
+    shutil.copytree(folder, tmp_path / "x")
+    state = load_file(folder / "model.safetensors")
+    experts = "mtp.layers.0.mlp.experts"
+    for e, (both, down) in enumerate(zip(state.pop(f"{experts}.gate_up_proj"), state.pop(f"{experts}.down_proj"))):
+        gate, up = both.chunk(2)
+        matrices = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        state |= {f"{experts}.{e}.{name}.weight": matrix.contiguous() for name, matrix in matrices.items()}
+    save_file(state, tmp_path / "x" / "model.safetensors")
+
+    n_layer = oracle.target.config.num_hidden_layers
+    extra = {"qwen35moe.nextn_predict_layers": 1, "qwen35moe.block_count": n_layer + 1}
+    fields = vocabulary_fields(byte_level)
+    write_gguf(tmp_path / "x.gguf", oracle.target, fields, extra=extra, tensors=gguf_names(oracle))
+    expected = model.state_dict()
+    for source in (open_hf(tmp_path / "x"), open_gguf(tmp_path / "x.gguf")):
+        found = load_model(source, dtype=torch.float32, draft=["mtp"]).state_dict()
+        own = [name for name in found if name.startswith("mtp.")]
+        assert found.keys() == expected.keys() and len(own) == 16
+        assert all(torch.equal(found[name], expected[name]) for name in own)
+
+
 @pytest.mark.full
 @needs_llama_cpp
-@pytest.mark.parametrize("sizes", [(2, 2, 16, 4, 4), (3, 1, 8, 5, 2)])
-def test_a_file_of_llama_cpps_converter(byte_level, tmp_path, sizes):
-    config = random_qwen35(*sizes)
+@pytest.mark.parametrize("config", [
+    random_qwen35(2, 2, 16, 4, 4), random_qwen35(3, 1, 8, 5, 2), random_qwen35(2, 2, 16, 4, 4, EXPERTS),
+])  # fmt: skip
+def test_a_file_of_llama_cpps_converter(byte_level, tmp_path, config):
     save_with_layer(save_random(config, tmp_path / "without", seed=2), tmp_path / "without", tmp_path / "hf")
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"mtp_num_hidden_layers": 1}))

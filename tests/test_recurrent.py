@@ -541,12 +541,19 @@ needs_llama_cpp = pytest.mark.skipif(
 )
 
 
-def random_qwen35(n, per_key, width, layers, interval):
-    return transformers.Qwen3_5TextConfig(
+# The fields of Qwen3.5 about experts.
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXPERTS |= {"shared_expert_intermediate_size": 96}
+
+
+def random_qwen35(n, per_key, width, layers, interval, experts=None):
+    kind = transformers.Qwen3_5TextConfig if experts is None else transformers.Qwen3_5MoeTextConfig
+    return kind(
         vocab_size=1000, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         intermediate_size=96, num_hidden_layers=layers, full_attention_interval=interval, linear_num_key_heads=n,
         linear_num_value_heads=n * per_key, linear_key_head_dim=width, linear_value_head_dim=width,
         tie_word_embeddings=per_key > 1, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
+        **(experts or {}),
     )  # fmt: skip
 
 
@@ -560,10 +567,27 @@ def random_lfm2(heads, kv_heads, width, attending, adjusted, tied):
     )  # fmt: skip
 
 
+SIZES = {"vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"num_hidden_layers": 3, "max_position_embeddings": 512, "eos_token_id": 0, "bos_token_id": None}
+
+
+def random_mixtral(n_expert, n_active):
+    more = {"intermediate_size": 96, "num_local_experts": n_expert, "num_experts_per_tok": n_active}
+    return transformers.MixtralConfig(**SIZES, **more, head_dim=32)
+
+
+def random_qwen3_moe(n_expert, n_active):
+    """With the normalized weights that llama.cpp computes."""
+    more = {"intermediate_size": 128, "num_experts": n_expert, "num_experts_per_tok": n_active}
+    more |= {"moe_intermediate_size": 96, "norm_topk_prob": True}
+    return transformers.Qwen3MoeConfig(**SIZES, **more, head_dim=32)
+
+
 CONVERTED = pytest.mark.parametrize("config", [
     random_qwen35(2, 2, 16, 4, 4), random_qwen35(3, 1, 8, 5, 2), random_qwen35(2, 3, 24, 6, 3),
     random_lfm2(4, 2, 3, (1, 4), True, True), random_lfm2(2, 1, 4, (2,), False, False),
-], ids=["qwen35-2", "qwen35-3", "qwen35-wide", "lfm2-tied", "lfm2-untied"])  # fmt: skip
+    random_qwen35(2, 2, 16, 4, 4, EXPERTS), random_mixtral(3, 2), random_qwen3_moe(8, 3),
+], ids=["qwen35-2", "qwen35-3", "qwen35-wide", "lfm2-tied", "lfm2-untied", "qwen35-moe", "mixtral", "moe"])  # fmt: skip
 
 
 def converted(folder, tokenizer, config):

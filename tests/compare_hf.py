@@ -61,6 +61,7 @@ LAYER = {  # under blocks.N and model.layers.N
     "mlp.up": "mlp.up_proj",
     "mlp.down.input": "mlp.down_proj.input",
     "mlp.down": "mlp.down_proj",
+    "experts": "sparse_mlp",
     "output": "output",
 }
 LAST = {"norm": "model.norm", "logits": "logits"}
@@ -97,8 +98,10 @@ def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict
     H, K, E = model.config.heads
     gates = H * E if model.config.attention_gate else 0  # they follow the queries
     for i, block in enumerate(model.blocks):
-        gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
-        parts = {"mlp.gate": gate, "mlp.up": up}
+        parts = {}
+        if block.experts is None:
+            gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
+            parts = {"mlp.gate": gate, "mlp.up": up}
         if block.attention is not None:
             q, _, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, gates, K * E, K * E], dim=-1)
             keys = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
@@ -120,6 +123,7 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
+    options["experts_implementation"] = "eager"  # the usual one needs sizes that are multiples of 4
     folder = path
     if path.is_file():
         folder = path.parent
@@ -144,6 +148,9 @@ def run_source(path: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Tens
     for i, layer in enumerate(cache.layers):
         if hasattr(layer, "keys"):
             tensors[f"model.layers.{i}.self_attn.keys"] = layer.keys
+    for name in [name for name in tensors if name.endswith(".mlp.experts")]:
+        mlp = name.removesuffix(".experts")
+        tensors[f"{mlp.removesuffix('mlp')}sparse_mlp"] = tensors[mlp]
     return tensors
 
 

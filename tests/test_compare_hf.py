@@ -62,6 +62,15 @@ def test_same_with_short_convolutions(tiny, capsys):
     assert any("short_conv.out" in line for line in lines) and any("attention.q" in line for line in lines)
 
 
+@pytest.mark.parametrize("name, sparse", [("mixtral-3", 3), ("qwen3-moe-8", 2), ("qwen35-moe-5", 5)])
+def test_same_with_experts(tiny, capsys, name, sparse):
+    source, checkpoint = tiny(name)[1:]
+    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
+    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
+    assert sum(", experts " in line for line in lines) == sparse
+    assert sum(", mlp.down " in line for line in lines) == tiny(name)[0].config.num_hidden_layers - sparse
+
+
 @pytest.mark.slow
 def test_a_command_from_anywhere(python, tmp_path):
     command = [*python, str(ROOT / "tests/compare_hf.py"), "nowhere", "nothing"]

@@ -104,6 +104,9 @@ REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, sc
     "transformers5__Qwen3.5-9B": (
         16, 4, 256, 4096, 12288, 32, 248320, 32768, 1e4, False, False, None, None,
     ),
+    "transformers5__Qwen3.5-35B-A3B": (16, 2, 256, 2048, 512, 40, 248320, 32768, 1e4, False, False, None, None),
+    "transformers5__Qwen3-30B-A3B": (32, 4, 128, 2048, 6144, 48, 151936, 40960, 1e6, False, False, None, None),
+    "transformers5__Mixtral-8x7B": (32, 8, 128, 4096, 14336, 32, 32000, 32768, 1e6, False, False, None, None),
     "transformers5__LFM2-1.2B": (32, 8, 64, 2048, 8192, 16, 65536, 128000, 1e6, True, False, None, None),
     "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
     "google__gemma-3-270m-it": (4, 1, 256, 640, 2048, 18, 262144, 32768, 1e6, True, False, 512, None),
@@ -139,6 +142,7 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     assert c.rotary_dim == (64 if "Qwen3.5" in name else 96 if "Phi-4-mini" in name else None)
     assert (c.delta_net is not None) == ("Qwen3.5" in name)
     assert (c.short_conv is not None) == ("LFM2" in name)
+    assert (c.experts is not None) == ("A3B" in name or "Mixtral" in name)
     assert c.query_scale_beta == (0.1 if "Ministral" in name else None)
     periods = [period for family, period in FULL_ATTENTION.items() if family in name]
     for i in range(c.n_layer):
@@ -168,6 +172,12 @@ def test_what_real_configs_say_beyond_sizes(tmp_path):
     olmo = c["allenai__Olmo-3.1-32B-Instruct"]
     assert olmo.rope(0) == (5e5, None) and olmo.rope(3)[1].kind == "yarn" and olmo.norm_placement == "after"
     assert olmo.qk_norm_whole and c["allenai__OLMo-2-1124-7B-Instruct"].qk_norm_whole
+    kinds = ["Qwen3.5-35B-A3B", "Qwen3-30B-A3B", "Mixtral-8x7B"]
+    experts = [c[f"transformers5__{name}"].experts for name in kinds]
+    assert [e.layers for e in experts] == [tuple(range(n)) for n in (40, 48, 32)]
+    sizes = [(e.n_expert, e.n_active, e.hidden_dim, e.shared_dim) for e in experts]
+    assert sizes == [(256, 8, 512, 512), (128, 8, 768, 0), (8, 2, 14336, 0)]
+    assert all(e.normalized for e in experts)
     lfm2 = c["transformers5__LFM2-1.2B"]
     attending = [layer for layer in range(16) if lfm2.has_attention(layer)]
     assert attending == [2, 5, 8, 10, 12, 14] and lfm2.attention_layers == 6 and lfm2.norm_eps == 1e-5
@@ -1077,6 +1087,9 @@ TIED = {
     "qwen3-mqa-biased": "bins",
     "qwen35-grouped": "shards",
     "lfm2-tied": "bin",
+    "mixtral-tied": "shards",
+    "qwen3-moe-33": "bin",
+    "qwen35-moe-5": "bins",
     "smollm3-tied": "old bin",
     "gemma3-tied": "bin",
     "phi3-partial": "safetensors",
@@ -1121,7 +1134,9 @@ def other_values(table):
 
 
 def oracle_of(directory):
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ def draw_experts(result: dict, path: Path):
     rows = result["rows"]
     numbers = [row["rows"] for row in rows]
     X = result["n_expert"]
-    figure = make_figure(3.6, f"{result['model']}: {title(result)}")
+    where = title(result).partition(", ")[2]  # without the number of rows
+    figure = make_figure(3.6, f"{result['model']}: {where}")
     sizes, times = figure.subplots(1, 2)
     for name, colour in (("sparse", BLUE), ("dense", GREY)):
         label = f"{result['n_active']} of {X} experts" if name == "sparse" else "dense"

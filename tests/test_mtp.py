@@ -14,7 +14,7 @@ from gguf_writer import NAMES, OTHER_NAMES, write_gguf
 from safetensors.torch import load_file, save_file
 from schedules import NoisyDraft, fuzz_states
 from test_families import vocabulary_fields
-from test_recurrent import EXPERTS, convert_with_llama_cpp, needs_llama_cpp, random_qwen35
+from test_recurrent import EXPERT_FIELDS, convert_with_llama_cpp, needs_llama_cpp, random_qwen35
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
@@ -397,7 +397,7 @@ def test_a_layer_with_experts(member, byte_level, tmp_path):
 @pytest.mark.full
 @needs_llama_cpp
 @pytest.mark.parametrize("config", [
-    random_qwen35(2, 2, 16, 4, 4), random_qwen35(3, 1, 8, 5, 2), random_qwen35(2, 2, 16, 4, 4, EXPERTS),
+    random_qwen35(2, 2, 16, 4, 4), random_qwen35(3, 1, 8, 5, 2), random_qwen35(2, 2, 16, 4, 4, EXPERT_FIELDS),
 ])  # fmt: skip
 def test_a_file_of_llama_cpps_converter(byte_level, tmp_path, config):
     save_with_layer(save_random(config, tmp_path / "without", seed=2), tmp_path / "without", tmp_path / "hf")

@@ -331,6 +331,18 @@ def speculation_numbers():
         yield from zip(cells[1:], (run["over_plain"], *run["over_plain_spread"]))
 
 
+def experts_numbers():
+    page = "docs/experts.md"
+    for cells, row in zip(table(page, "| rows | experts read"), results("experts", page)["rows"], strict=True):
+        yield cells[0], row["rows"]
+        yield cells[1], row["experts_read"]
+        for shown, name in zip(cells[2:4], ("sparse", "dense"), strict=True):
+            yield shown, row[f"{name}_bytes_per_token"] / 1e6
+        for shown, name in zip(cells[4:6], ("sparse", "dense"), strict=True):
+            yield shown, 1e3 * row[f"{name}_step_s"]
+        yield cells[6], row["over_dense"]
+
+
 def bloom_numbers():
     page = "docs/bloom.md"
     for cells, row in zip(table(page, "| step |"), results("bloom_story", page)["rows"], strict=True):
@@ -340,7 +352,7 @@ def bloom_numbers():
 
 
 TABLES = [decode_numbers, ladder_numbers, product_numbers, step_numbers, quantization_numbers, speculation_numbers]
-TABLES += [bloom_numbers, question_numbers, readme_numbers]
+TABLES += [bloom_numbers, question_numbers, experts_numbers, readme_numbers]
 
 
 @pytest.mark.parametrize("numbers", TABLES)

@@ -542,8 +542,8 @@ needs_llama_cpp = pytest.mark.skipif(
 
 
 # The fields of Qwen3.5 about experts.
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-EXPERTS |= {"shared_expert_intermediate_size": 96}
+EXPERT_FIELDS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXPERT_FIELDS |= {"shared_expert_intermediate_size": 96}
 
 
 def random_qwen35(n, per_key, width, layers, interval, experts=None):
@@ -586,7 +586,7 @@ def random_qwen3_moe(n_expert, n_active):
 CONVERTED = pytest.mark.parametrize("config", [
     random_qwen35(2, 2, 16, 4, 4), random_qwen35(3, 1, 8, 5, 2), random_qwen35(2, 3, 24, 6, 3),
     random_lfm2(4, 2, 3, (1, 4), True, True), random_lfm2(2, 1, 4, (2,), False, False),
-    random_qwen35(2, 2, 16, 4, 4, EXPERTS), random_mixtral(3, 2), random_qwen3_moe(8, 3),
+    random_qwen35(2, 2, 16, 4, 4, EXPERT_FIELDS), random_mixtral(3, 2), random_qwen3_moe(8, 3),
 ], ids=["qwen35-2", "qwen35-3", "qwen35-wide", "lfm2-tied", "lfm2-untied", "qwen35-moe", "mixtral", "moe"])  # fmt: skip
 
 

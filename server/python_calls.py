@@ -1,15 +1,17 @@
 """Arguments that a model writes as Python does, such as f(city="Paris", days=3) (LFM2).
 
 Read down: python_arguments, which writes them; PythonArguments, which turns them into JSON while
-they come; the JSON of words, numbers and escapes.
+they come; the JSON of words, numbers, tuples and escapes.
 
-A value is a literal that JSON has, too. Words may also be those of JSON, such as true. Nothing is
-evaluated, and open brackets are kept in a list, so no text is nested too deeply. A key that cannot
-stand before "=" is written as **{"key": value}.
+A value is a literal that JSON has, too. Words may also be those of JSON, such as true, and a tuple
+becomes an array. Nothing is evaluated: the text of any other expression, such as x.y or {1, 2},
+becomes a string. Open brackets are kept in a list, so no text is nested too deeply. A key that
+cannot stand before "=" is written as **{"key": value}.
 """
 
 import json
 import re
+from contextlib import suppress
 
 from server.parameters import PYTHON_WORDS
 
@@ -22,13 +24,22 @@ MERGED = re.compile(r"\*\*\s{0,9}\{")
 SHORT_SPACE = re.compile(r"\s{0,99}")
 ARGUMENT_START = rf"(?:\)|{MERGED.pattern}|{KEYWORD.pattern})"
 MAX_KEYWORD = 220  # characters that KEYWORD or MERGED may match
-ATOM = re.compile(r"[\w.+-]{1,5000}")  # a word or a number
+ATOM = re.compile(r"[\w.+-]{1,4000}")  # a word or a number
+MAX_ATOM = 4000  # characters; Python refuses to read JSON integers of more than 4300 digits
+# An open brace, the first key of a dict or the first element of a set, and what follows it.
+ELEMENT = r"""\"[^"\\]{0,200}"|'[^'\\]{0,200}'|[^"'()\[\]{},:\s][^"'()\[\]{},:]{0,200}"""
+BRACE = re.compile(rf"\{{\s{{0,99}}({ELEMENT})?\s{{0,99}}([:,}}])")
+MAX_BRACE = 410  # characters that BRACE may match
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.)|)", re.DOTALL)
 MAX_ESCAPE = 10
 
 NUMBER = re.compile(r"([+-]?)(?:([0-9][0-9_]*)(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
 SPACE = re.compile(r"\s*")
 PLAIN_TEXT = re.compile(r"[^\"'\\]*")  # in a string
+BASED_NUMBER = re.compile(r"[+-]?0[xXoObB][0-9a-fA-F_]{1,1000}")
+WORDS_AND_SPACE = re.compile(r"[\w\s]+")
+BEFORE_STRING = re.compile(r"(?:^|\W)[bfru]{0,2}$", re.IGNORECASE)  # it has no word but a prefix before it
+MAX_PARENTHESES = 20  # in a tuple
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a"}
 ESCAPED |= {"\\": "\\", "'": "'", '"': '"', "\n": "", "/": "/"}  # the last one is of JSON only
 CLOSING = {"(": ")", "[": "]", "{": "}", "**": "}"}  # "**": a dict of further arguments
@@ -95,6 +106,12 @@ class PythonArguments:
         self.step = self._read_argument
         self.delimiter = ""  # of the current string
         self.after_string = self._read_separator
+        self.expression = ""  # the text of the current value, if it is not a string, a list or a dict
+        self.depth = 0  # of brackets that are open in the expression
+        self.quote = ""  # of the string in the expression that is open
+        self.has_comma = False  # inside of one bracket of the expression
+        self.keywords = set()
+        self.is_repeated = False  # the keyword of the current value was there before: the first value counts
         self.ended = False  # nothing follows the text
 
     def take_json(self) -> str:
@@ -109,7 +126,7 @@ class PythonArguments:
         self.ended = ended
         at = 0
         while not self.is_complete and not self.is_broken:
-            if self.step != self._read_string:
+            if self.step not in (self._read_string, self._read_expression):
                 at = SPACE.match(text, at).end()
                 closes = self._closes(text, at)
                 if closes:
@@ -171,6 +188,10 @@ class PythonArguments:
         key = KEYWORD.match(text, at)
         if key is None:
             return None if self._is_short(text, at, MAX_KEYWORD) else self._break(at)
+        if key[1] in self.keywords:
+            self.is_repeated = True
+            return self._begin_expression(key.end())
+        self.keywords.add(key[1])
         self._begin_item(json.dumps(key[1], ensure_ascii=False) + ": ")
         self.step = self._read_value
         return key.end()
@@ -182,12 +203,12 @@ class PythonArguments:
         if text[at] in "\"'":
             return self._begin_string(text, at, self._read_colon)
         atom = ATOM.match(text, at)
-        value = None if atom is None else atom_json(atom[0])
-        if atom is not None and atom.end() == len(text):
-            return None
-        if value is None:
+        if atom is None:
             return self._break(at)
-        self._begin_item(f'"{value}"')  # as json.dumps writes the key 1 or None
+        if atom.end() == len(text):  # it may go on
+            return None
+        key = atom_json(atom[0]) or atom[0]  # as json.dumps writes the key 1 or None
+        self._begin_item(json.dumps(key, ensure_ascii=False))
         self.step = self._read_colon
         return atom.end()
 
@@ -213,19 +234,16 @@ class PythonArguments:
         if char == "[":
             self._open(char, char, self._read_element)
             return at + 1
-        if char == "{":
-            self._open(char, char, self._read_key)
-            return at + 1
+        if char != "{":
+            return self._begin_expression(at)
 
-        atom = ATOM.match(text, at)
-        if atom is not None and atom.end() == len(text):  # it may go on
+        brace = BRACE.match(text, at)
+        if brace is None and self._is_short(text, at, MAX_BRACE):
             return None
-        value = None if atom is None else atom_json(atom[0])
-        if value is None:
-            return self._break(at)
-        self.json += value
-        self.step = self._read_separator
-        return atom.end()
+        if brace is not None and brace[1] and brace[2] != ":":  # a set
+            return self._begin_expression(at)
+        self._open(char, char, self._read_key)
+        return at + 1
 
     def _read_separator(self, text: str, at: int) -> int:
         """Read the comma after an item, or the end of what it stands in."""
@@ -237,6 +255,65 @@ class PythonArguments:
         steps = {"(": self._read_argument, "[": self._read_element}
         self.step = steps.get(bracket, self._read_key)
         return at + 1
+
+    # ------------------------------------------------------------ expressions
+
+    def _begin_expression(self, at: int) -> int:
+        self.expression = ""
+        self.has_comma = False
+        self.step = self._read_expression
+        return at
+
+    def _read_expression(self, text: str, at: int) -> int | None:
+        """Read a value that is not a string, a list or a dict, up to the comma or bracket that ends it."""
+        if at == len(text):
+            return None
+        if self.quote:
+            return self._read_quoted(text, at)
+        end = at + 1
+        char = text[at]
+        if words := WORDS_AND_SPACE.match(text, at):
+            end = words.end()
+        else:
+            closes = self._closes(text, at)
+            if closes is None:
+                return None
+            if closes or (self.depth == 0 and char in ",)]}"):
+                return self._end_expression(at)
+            if char in "([{":
+                self.depth += 1
+            if char in ")]}":
+                self.depth -= 1
+            self.has_comma = self.has_comma or (char == "," and self.depth == 1)
+            if char in "\"'" and BEFORE_STRING.search(self.expression[-3:]):
+                self.quote = char
+        self.expression += text[at:end]
+        return end
+
+    def _read_quoted(self, text: str, at: int) -> int | None:
+        """Read on in a string of an expression."""
+        end = max(at + 1, PLAIN_TEXT.match(text, at).end())
+        if text[at] == "\\":
+            if self._is_short(text, at, 2):
+                return None
+            end = min(at + 2, len(text))
+        elif text[at] == self.quote:
+            self.quote = ""
+        self.expression += text[at:end]
+        return end
+
+    def _end_expression(self, at: int) -> int:
+        text = self.expression.strip()
+        value = atom_json(text)
+        if value is None and text[:1] == "(" and text[-1] == ")":
+            value = parentheses_json(text, self.has_comma)
+        if value is None:
+            value = json.dumps(text, ensure_ascii=False)
+        if not self.is_repeated:
+            self.json += value
+        self.is_repeated = False
+        self.step = self._read_separator
+        return at
 
     # ------------------------------------------------------------ strings
 
@@ -299,11 +376,16 @@ class PythonArguments:
         return end
 
 
-# ---------------------------------------------------------------- words, numbers and escapes
+# ---------------------------------------------------------------- words, numbers, tuples and escapes
 
 
 def atom_json(text: str) -> str | None:
     """The JSON text of a word or a number; None if it is neither."""
+    if len(text) > MAX_ATOM:
+        return None
+    if BASED_NUMBER.fullmatch(text):
+        with suppress(ValueError):  # 0b12
+            return str(int(text, 0))
     number = NUMBER.fullmatch(text)
     if number is None:
         return WORDS.get(text)
@@ -313,6 +395,20 @@ def atom_json(text: str) -> str | None:
     if fraction == ".":
         fraction = ".0"
     return sign.replace("+", "") + whole + fraction + exponent
+
+
+def parentheses_json(text: str, has_comma: bool) -> str | None:
+    """The JSON text of a tuple, or of a value in parentheses; None if it is neither, such as (1 + 2) * 3."""
+    if text.count("(") > MAX_PARENTHESES:
+        return None
+    reader = PythonArguments(())
+    reader.json = ""
+    reader._open("[", "", reader._read_element)
+    reader.read(text[1:-1] + "]", True)
+    if reader.is_broken or reader.brackets != ["("]:
+        return None
+    values = reader.json.removesuffix("]")
+    return f"[{values}]" if has_comma or not values else values
 
 
 def escape_json(escape: re.Match) -> str:

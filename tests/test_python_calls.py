@@ -124,6 +124,7 @@ def test_what_is_not_python_but_was_meant():
         (r'a="\/\ud83d\ude00"', {"a": "/\U0001f600"}),  # escapes of JSON
         ("a=007, a-b=1, a b=2, größe=3", {"a": 7, "a-b": 1, "a b": 2, "größe": 3}),
         ("a={1: 2, None: 3, True: 4, 1.5: 5}", {"a": {"1": 2, "null": 3, "true": 4, "1.5": 5}}),
+        ("a={x: 1, y.z: {\n}}, b={'It's': 1}, c=", {"a": {"x": 1, "y.z": {}}, "b": {"It's": 1}, "c": ""}),
         ('**{"a=b": 1, "": 2}, c=3, ** {}', {"a=b": 1, "": 2, "c": 3}),
         ("**{}, c=3,", {"c": 3}),
         ("\n  a = 1,\n  b = [\n 2 ]\n", {"a": 1, "b": [2]}),
@@ -171,12 +172,14 @@ def cut_call(arguments: str) -> list[tuple]:
         (f"{BEGIN}[" + "f" * 600, [content(f"{BEGIN}[" + "f" * 600)]),
         (f"{BEGIN}[f(a=1), g()]{END}", [*CALL, content(f" g()]{END}")]),
         ("[f(a=1)] <|tool_call", [content("[f(a=1)] <|tool_call")]),
-        # Arguments that are not literals are passed on as they are, and are no JSON.
-        (f"{BEGIN}[f(a=1, b=x.y(2))]{END}.", [*cut_call('{"a": 1, "b": x.y(2))]'), content(".")]),
+        # An expression that is not a literal becomes a string. What is not an argument is passed on as it is.
+        (f"{BEGIN}[f(a=1, b=x.y(2))]{END}.", [*cut_call('{"a": 1, "b": "x.y(2)"}'), content(".")]),
+        (f"{BEGIN}[f(a=x < 5{END}.", [*cut_call('{"a": "x < 5"'), content(".")]),
+        (f"{BEGIN}[f(a=(1, 2{END}.", [*cut_call('{"a": "(1, 2"'), content(".")]),
         (f"{BEGIN}[f(a=1, 5)]{END}{BEGIN}[get_weather()]{END}", cut_call('{"a": 15)]') + SECOND),
         (f"{BEGIN}[f(a=1]{END}", cut_call('{"a": 1]')),
         (f"{BEGIN}[f(a=1]{END}\nf(a=2)", [*cut_call('{"a": 1]'), content("\nf(a=2)")]),
-        (f"{BEGIN}[f(a={{1}})]{END}", cut_call('{"a": {"1"})]')),
+        (f"{BEGIN}[f(a=[1] * 2)]{END}", cut_call('{"a": [1]* 2)]')),
         # Answers that are cut off.
         (f"{BEGIN}[f(a=1", cut_call('{"a": ')),
         (f"{BEGIN}[f(a=1,", cut_call('{"a": 1')),
@@ -190,9 +193,45 @@ def test_what_models_write(text, expected):
     assert events_of(SYNTAX, [text]) == events_of(SYNTAX, list(text)) == expected
 
 
+@pytest.mark.parametrize(
+    "expression, value",
+    [
+        ("(1,2)", [1, 2]), ("()", []), ("( 'a' , )", ["a"]), ("((1, 2), [(3,)], {'a': (4,)}, x.y)",
+         [[1, 2], [[3]], {"a": [4]}, "x.y"]),
+        ("('It's', 1)", ["It's", 1]), ("(5)", 5), ('("a")', "a"), ("((1), (2))", [1, 2]), ("([1, 2])", [1, 2]),
+        ("0x1F", 31), ("-0XFF_f", -4095), ("0o17", 15), ("0b101", 5), ("0b12", "0b12"), ("0x" + "F" * 2_000,) * 2,
+        ("9" * 5_000,) * 2, ("1_000", 1000),
+        *((text, text) for text in (
+            "1+2", "1 + 2", "(1 + 2) * 3", "(1, 2) + (3,)", r"r'\d'", r"b'a, \' b'", "f'{x}'", "nan", "-inf", "x.y",
+            "x(1, [2, {3}])[4]", "{1, 2}", "{'a', ', '}", "{ x.y }", "{*a, 1}", "lambda: 'a, b'", "not x", "x['a]']",
+            "Coeur d'Alene", "O'Neil's", "5 km", "2024-05-01", "#", "a\nb", "…", "x = 1", "(" * 30 + ",)" * 30,
+        )),
+    ],
+)  # fmt: skip
+def test_expressions_that_are_not_literals_of_json(expression, value):
+    """Tuples are lists, and the text of others is a string. The following arguments and calls are read."""
+    others = f"f(c=[{expression}], d={{'e': {expression} }})"
+    text = f"{BEGIN}[f(a={expression}, b=1), {others}, get_weather(b={expression})]{END}."
+    events = events_of(SYNTAX, [text])
+    assert events == events_of(SYNTAX, list(text)) == events_of(SYNTAX, cut(text, list(range(0, 300, 7))))
+    found = [json.loads(event[2]) for event in events if event[0] is CallArguments]
+    assert found == [{"a": value, "b": 1}, {"c": [value], "d": {"e": value}}, {"b": value}]
+    assert events[-1] == content(".")
+
+
+def test_a_repeated_keyword_counts_once():
+    for text in ("a=1, a=2", "a=1, a=[2, (3, 'x)')], b=5", 'a=1, a="(", a={1: 2},'):
+        expected = {"a": 1} | ({"b": 5} if "b=" in text else {})
+        whole = f"{BEGIN}[f({text}), get_weather()]{END}"
+        for pieces in ([whole], list(whole)):
+            events = events_of(SYNTAX, pieces)
+            assert json.loads(events[1][2], object_pairs_hook=list) == list(expected.items())
+            assert events[2:] == SECOND
+
+
 PARTS = [
     BEGIN, END, "[", "]", "f(", "f", "(", ")", "g(a=1)", "f(a=1)", "f()", "a=", "a = ", "b=", "1", "-1.5", "True",
-    "x",
+    "x", "(1,", "0x1F", "nan", "+", "r'", "{1,",
     '"', "'", '"x"', "'y'", '""', '"""', "\\", "\\n", ", ", ",", "{", "}", ":", '{"a": 1}', "**", "**{", " ", "\n",
     "é",
     '{"name": "f", "arguments": {}}', "<|tool_", "<", "=", "get_weather(",
@@ -222,8 +261,8 @@ def test_arguments_are_streamed():
     texts = []
     for piece in (BEGIN, "[f(", "a=", "'ab", "c\\", "n'd'", ", b=1", "2, ", "c=[1", ", {", "'d': None}", "])"):
         texts.append("".join(event.text for event in parser.add(piece) if isinstance(event, CallArguments)))
-    # After a backslash and after a quote, the next characters decide.
-    assert texts == ["", "", '{"a": ', '"ab', "c", "", '\\n\'d", "b": ', "12", ', "c": [', "1, {", '"d": null}', "]}"]
+    # After a backslash, a quote, a number and a brace, the next characters decide.
+    assert texts == ["", "", '{"a": ', '"ab', "c", "", '\\n\'d", "b": ', "12", ', "c": [', "1, ", '{"d": null}', "]}"]
     assert parser.has_whole_calls and parser.add(f"]{END}") == []
 
 
@@ -251,7 +290,8 @@ def test_a_long_hostile_answer_is_parsed_in_time():
         deep = opening * 8_000 + "0" + closing * 8_000
         pieces = [f"{BEGIN}[f(a=", *(deep[at : at + 999] for at in range(0, len(deep), 999)), f")]{END}"]
         assert arguments_of("", pieces) == f'{{"a": {deep}}}'
-    for text in ("a='" + "' " * 8_000, "a=" + "x" * 8_000, "a" * 8_000, "a='" + "\\" * 8_000, "**" * 8_000):
+    expressions = ["a=" + text * 8_000 for text in ("x", "(", "x+", "'", "r'", "{x", "{'", "<|tool_call_", "(1, ")]
+    for text in ("a='" + "' " * 8_000, "a" * 8_000, "a='" + "\\" * 8_000, "**" * 8_000, *expressions):
         reader = PythonArguments((END,))
         rest = ""
         for at in range(0, len(text), 99):

@@ -88,10 +88,10 @@ class ModelOptions:
         """The options of a command line, which may have some of them only. converses: whether the
         program holds conversations, in which there are drafts by default."""
         names = [field.name for field in fields(cls) if hasattr(args, field.name)]
-        options = cls(**{name: getattr(args, name) for name in names})
-        if converses and not (args.draft or options.draft_checkpoint_path or options.compile):
-            options.drafts_by_default = True
-        return options
+        given = {name: getattr(args, name) for name in names}
+        asks = given.get("draft") or given.get("draft_checkpoint_path") is not None
+        by_default = converses and not asks and not given.get("compile")
+        return cls(drafts_by_default=by_default, **given)
 
     def __post_init__(self):
         self.dtype = DTYPES.get(self.dtype, self.dtype)
@@ -106,7 +106,7 @@ class ModelOptions:
         self.draft = [draft for draft in given if draft.kind != "none"]
         if self.speculate_k is not None:
             self.speculate_k = draft_length(self.speculate_k)
-            if not self.speculates:
+            if not self.speculates and not self.drafts_by_default:
                 raise UserError("--speculate_k needs something that proposes: --draft_checkpoint_path or --draft")
         if len(self.draft) < len(given) and (len(given) > 1 or self.speculates):
             raise UserError("--draft none and other drafts exclude each other")
@@ -285,19 +285,20 @@ def load_engine(
         raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     device = choose_device(ranks.device(options.device))
     options = replace(options, device=str(device))
+    whole = checkpoint
     if not wants_mtp(checkpoint, options):
         checkpoint = checkpoint.without_mtp()
-    if is_own_draft(checkpoint, options):
-        options.dequantize = True
-        if ranks.rank == 0:
-            what = f"the model is dequantized, because {checkpoint.path.name} itself is the draft"
-            print_status(f"--draft int4-self: {what}; the file is faster alone or with other drafts")
+    is_own = is_own_draft(checkpoint, options)
+    options.dequantize = options.dequantize or is_own
 
     drafts = None
     if options.speculates:  # errors in these options are reported before the model is read
         from drafts.loading import Drafts
 
-        drafts = Drafts(checkpoint, Loader(options, ranks))
+        drafts = Drafts(whole, Loader(options, ranks))
+    if is_own and ranks.rank == 0:
+        what = f"the model is dequantized, because {checkpoint.path.name} itself is the draft"
+        print_status(f"--draft int4-self: {what}; the file is faster alone or with other drafts")
 
     quantization = None if options.dequantize else checkpoint.quantization
     caches = state_bytes(checkpoint.config, rows, length, options.dtype, how.snapshot_bytes)
@@ -307,7 +308,9 @@ def load_engine(
     if drafts is not None:
         decoding = make_speculation(drafts.load(model), options.speculate_k)
     if options.drafts_by_default and device.type == "cpu" and model.backend.thread_invariant:
-        decoding = default_speculation(model)
+        decoding = default_speculation(model, options.speculate_k)
+    if decoding is None and options.speculate_k is not None:
+        raise UserError("--speculate_k: no draft is the default here; name one with --draft, such as prompt-lookup")
     if decoding is None:
         model.mtp = None  # nothing drafts with it
 
@@ -328,8 +331,12 @@ def wants_mtp(checkpoint: Checkpoint, options: ModelOptions) -> bool:
     if "mtp" not in options.draft_kinds:
         return checkpoint.config.mtp and options.drafts_by_default and options.device == "cpu"
     if not checkpoint.config.mtp:
-        what = "has no layer that drafts tokens, or one of another kind; --draft prompt-lookup works with every model"
-        raise UserError(f"--draft mtp: {checkpoint.path} {what}")
+        import mtp  # noqa: F401  if the file is missing, the error says so
+
+        what = "has no layer that drafts tokens, or one of another kind"
+        if checkpoint.config.delta_net is None:
+            what = "has no layer that drafts tokens: only Qwen3.5 to 3.8 have one"
+        raise UserError(f"--draft mtp: {checkpoint.path} {what}; --draft prompt-lookup works with every model")
     return True
 
 
@@ -354,19 +361,19 @@ def make_speculation(drafts: list, speculate_k: int | str | None):
     return Speculation(drafts, speculate_k, automatic=False)
 
 
-def default_speculation(model: Transformer):
+def default_speculation(model: Transformer, speculate_k: int | str | None):
     """A Speculation with prompt lookup, and with the model's layer that drafts tokens if it is loaded;
     None if the optional files that it needs are missing."""
     try:
         from drafts.mtp import MtpDraft
         from drafts.retrieval import RetrievalDraft
-        from speculative import Speculation
+
+        drafts = [RetrievalDraft()]
+        if model.mtp is not None:
+            drafts.append(MtpDraft(model))
+        return make_speculation(drafts, speculate_k)
     except ModuleNotFoundError:
         return None
-    drafts = [RetrievalDraft()]
-    if model.mtp is not None:
-        drafts.append(MtpDraft(model))
-    return Speculation(drafts)
 
 
 @dataclass

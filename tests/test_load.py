@@ -65,6 +65,20 @@ def test_prompt_lookup_is_the_default_draft_of_conversations(line, looks_up):
     assert not generate.parse_arguments(line.split()).model.drafts_by_default
 
 
+def test_the_number_of_tokens_can_be_fixed_for_the_default_drafts(tiny):
+    checkpoint = open_directory(tiny("llama-mha")[2])
+    line = ["--chat", "--speculate_k", "4", "--device", "cpu"]
+    engine = load.load_engine(checkpoint, generate.parse_arguments(line).model, 1, 16)
+    if engine.model.backend.thread_invariant:
+        assert (engine.decoding.k, engine.decoding.automatic) == (4, False)
+    options = generate.parse_arguments([*line, "--kernels", "torch"]).model
+    with pytest.raises(UserError, match="--speculate_k: no draft is the default here; name one with --draft"):
+        load.load_engine(checkpoint, options, 1, 16)
+    for more in (["--compile"], ["--draft", "none"]):
+        with pytest.raises(UserError, match="--speculate_k needs something that proposes"):
+            generate.parse_arguments([*line, *more])
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
     options = ModelOptions(device="cpu", kernels=kernels, drafts_by_default=True)

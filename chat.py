@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,7 @@ class Session:
     messages: list[dict] = field(default_factory=list)  # without the system message
     dropped: int = 0  # how many of the oldest messages the model no longer sees
     turns: list[Request] = field(default_factory=list)  # the requests of all turns so far
+    drafted: Counter = field(default_factory=Counter)  # what drafted_tokens counted in the latest turn
 
     @property
     def context(self) -> int:
@@ -117,7 +119,9 @@ class Session:
         seed = self.params.seed + len(self.turns)  # with equal seeds, turns would begin alike
         params = replace(self.params, seed=seed)
         request = Request(prompt, params, min(room, self.max_new_tokens or room), self.stop_ids)
+        drafted_before = drafted_tokens(self.engine)
         answer = self.run_request(request, show)
+        self.drafted = drafted_tokens(self.engine) - drafted_before
         if request.finish_reason == "error":
             raise UserError(f"the answer failed: {request.error}")
         if request.new_tokens:
@@ -245,12 +249,14 @@ class Session:
         self.dropped = 0
 
     def summary(self, turn: Request) -> str:
-        """One line about a turn."""
+        """One line about the latest turn."""
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
         n = len(turn.new_tokens)
         line = "1 token" if n == 1 else f"{n} tokens"
         line += rate(n - 1, decode_seconds(turn))
+        if self.drafted["proposed"]:
+            line += f", {drafted_text(self.drafted)}"
         read = len(turn.prompt) - turn.cached_tokens
         used = len(turn.prompt) + n - 1
         line += f"; {read} read, {turn.cached_tokens} reused; context {used} of {self.context}"
@@ -282,7 +288,22 @@ class Session:
         lines.append(f"read: {read} tokens{rate(read, read_s)}")
         lines.append(f"reused from earlier turns: {reused} tokens")
         lines.append(f"written: {written} tokens{rate(written - len(turns), written_s)}")
+        drafted = drafted_tokens(self.engine)
+        if drafted["proposed"]:
+            lines.append(f"speculation: {drafted_text(drafted)}")
         return "\n".join(lines)
+
+
+def drafted_tokens(engine: Engine) -> Counter:
+    """How many drafted tokens were "proposed" and "accepted" so far."""
+    total = Counter()
+    for counts in engine.decoding.draft_counts.values():
+        total.update(proposed=counts["proposed_tokens"], accepted=counts["accepted_tokens"])
+    return total
+
+
+def drafted_text(drafted: Counter) -> str:
+    return f"{drafted['accepted']} of {drafted['proposed']} drafted tokens accepted"
 
 
 def decode_seconds(turn: Request) -> float:

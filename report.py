@@ -364,14 +364,15 @@ def print_report(result: dict, timing, args):
     if args.report:
         print_status("\n" + full_report(result, timing))
     else:
-        print_status(short_report(result, timing), dim=True)
+        print_status(short_report(result, timing, args.model.speculates), dim=True)
 
 
-def short_report(result: dict, timing) -> str:
+def short_report(result: dict, timing, asked: bool = False) -> str:
     """A line like "52 tokens, 46.6 tokens/s; prefill 341 tokens/s; 3.1 GB".
 
     It has the generated tokens of all samples, the tokens per second of decode and of prefill, and
-    the peak memory.
+    the peak memory. asked: whether the user has asked for drafts. Otherwise they are mentioned only if
+    tokens were accepted.
     """
     tokens = sum(len(sample["token_ids"]) for sample in result["samples"])
     line = "1 token" if tokens == 1 else f"{tokens} tokens"
@@ -381,7 +382,9 @@ def short_report(result: dict, timing) -> str:
     drafts = result.get("speculation", {}).get("drafts", [])
     proposed = sum(draft["proposed_tokens"] for draft in drafts)
     accepted = sum(draft["accepted_tokens"] for draft in drafts)
-    if accepted:
+    if asked and not proposed:
+        line += ", no tokens drafted"
+    elif asked or accepted:
         line += f", {accepted} of {proposed} drafted tokens accepted"
 
     rate = result["prefill_tokens_per_s"]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections import Counter
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -27,10 +28,12 @@ import cli
 import engine as engine_module
 from chat import AnswerPrinter, Session
 from cli import ArgumentParser, HelpFormatter, Stopwatch, UserError, has_colours, progress_bar
+from drafts.retrieval import RetrievalDraft
 from engine import Engine, EngineOptions, Request, SingleProcess, generate, read_with_progress
 from generate import parse_arguments
 from load import load_model
 from sampling import SamplingParams
+from speculative import Speculation
 from tokenizer import ChatTemplate, Tokenizer
 
 PROGRAM = [sys.executable, str(ROOT / "generate.py")]
@@ -175,6 +178,27 @@ def test_commands(tiny_model, monkeypatch, capsys):
     assert err.count("error: the template refuses this") == 2
     assert "turns: 2\n" in err and "reused from earlier turns: 0 tokens\nwritten: 10 tokens, " in err
     assert "conversation is forgotten" in err and "system message set" in err and f"\n{text_of(60, 61)}\n" in err
+
+
+def test_drafted_tokens_are_counted(tiny_model):
+    """Those of each turn, and of all turns. If nothing was proposed, they are not mentioned."""
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=1)
+    session.engine = Engine(session.engine.model, 1, 256, None, Speculation([RetrievalDraft()], 4, automatic=False))
+    turn = session.ask(text_of(50, 51), lambda piece: None)
+    assert "drafted" not in session.summary(turn) + session.statistics()
+    session.max_new_tokens = 20
+    total = Counter()
+    for text in (text_of(60, 61, 60, 61, 60), text_of(70)):
+        turn = session.ask(text, lambda piece: None)
+        said = f" tokens/s, {session.drafted['accepted']} of {session.drafted['proposed']} drafted tokens accepted; "
+        assert said in session.summary(turn)
+        assert session.drafted["proposed"] > 0
+        total += session.drafted
+    counts = session.engine.decoding.report.draft_numbers("prompt-lookup", 0)
+    assert total == Counter(proposed=counts["proposed_tokens"], accepted=counts["accepted_tokens"])
+    line = f"speculation: {total['accepted']} of {total['proposed']} drafted tokens accepted"
+    assert session.statistics().splitlines()[-1] == line
 
 
 def sent_lines(monkeypatch, capsys, *lines):

@@ -82,6 +82,12 @@ def test_the_line_of_a_run_counts_drafted_tokens_only_if_some_were_accepted(acce
     }
     assert report.short_report(result, None).startswith(expected)
     assert ("drafted" in report.short_report(result, None)) == bool(accepted)
+    line = report.short_report(result, None, asked=True)
+    assert f"{accepted + 2 * bool(accepted)} of {11 + 13 * bool(accepted)} drafted tokens accepted" in line
+    for draft in drafts:
+        draft |= {"proposed_tokens": 0, "accepted_tokens": 0}
+    assert ", no tokens drafted; " in report.short_report(result, None, asked=True)
+    assert "drafted" not in report.short_report(result, None)
 
 
 # ---------------------------------------------------------------- experts

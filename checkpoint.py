@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ FLOAT32_TENSORS = (
     ".router.weight",
     ".shared_gate.weight",
 )
+DRAFT_LAYER = "mtp."  # the names of the tensors of mtp.DraftLayer begin so
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
 # ---------------------------------------------------------------- a model in files
@@ -244,7 +246,13 @@ def read_config(directory: Path) -> Config:
     if OUR_FIELD not in fields:
         raise UserError(f"{path} is not the config of a fastpath checkpoint")
     fields.pop("quantization", None)
-    return make_config(path, **fields)
+    config = make_config(path, **fields)
+    return config if can_draft() else replace(config, mtp=False)
+
+
+def can_draft() -> bool:
+    """Whether mtp.py is there. If it was deleted, models are read without the layer that drafts tokens."""
+    return find_spec("mtp") is not None
 
 
 def read_quantization(directory: Path) -> Quantization | None:
@@ -259,7 +267,8 @@ def read_quantization(directory: Path) -> Quantization | None:
         raise UserError(f"{path}: {error}") from None
     if quantization.exceptions:
         names = [name for name, _ in matrices(empty_model(read_config(directory)))]
-        if unknown := sorted(quantization.exceptions.keys() - set(names)):
+        unknown = sorted(quantization.exceptions.keys() - set(names))
+        if unknown := [name for name in unknown if can_draft() or not name.startswith(DRAFT_LAYER)]:
             what = f"{unknown[0]}, which is not a matrix of the model"
             raise UserError(f"{path}: quantization exceptions name {what}")
     return quantization
@@ -374,6 +383,8 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
     expected: tensors on the meta device. For float32, every floating-point dtype is allowed.
     """
     files = weight_files(directory)
+    if not can_draft():
+        files = {name: path for name, path in files.items() if not name.startswith(DRAFT_LAYER)}
     if missing := sorted(expected.keys() - files.keys()):
         raise UserError(f"{directory} lacks tensor {and_more(missing)}")
     if unknown := sorted(files.keys() - expected.keys()):
@@ -382,6 +393,8 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
     for path in dict.fromkeys(files.values()):
         for name, entry in safetensors_header(path).items():
+            if name not in files:
+                continue
             shape = tuple(entry["shape"])
             right_shape = tuple(expected[name].shape)
             if shape != right_shape:

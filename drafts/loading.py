@@ -71,13 +71,16 @@ class Drafts:
 
     def check_states(self):
         """UserError if the draft is a model with recurrent states. It drafts in several passes, and
-        such a state can be taken back by one pass only."""
+        only the last pass can be undone in such a state."""
         draft = self.checkpoint
         if draft is None and "int4-self" in self.options.draft_kinds:
             draft = self.target
         if draft is not None and draft.config.recurrent is not None:
             what = "a model with recurrent states cannot be the draft"
-            raise UserError(f"{draft.path}: {what}; --draft prompt-lookup works with it")
+            others = "--draft prompt-lookup works"
+            if self.target.config.mtp:
+                others = "--draft prompt-lookup and --draft mtp work"
+            raise UserError(f"{draft.path}: {what}; {others} with {self.target.path}")
 
     def load(self, model: Transformer) -> list[Draft]:
         """The drafts for the model of the target, the cheapest first."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import check_finite, empty_model, layer_of
+from checkpoint import can_draft, check_finite, empty_model, layer_of
 from cli import UserError, and_more, print_status
 from config import Config
 from formats import piece_rows
@@ -117,6 +117,8 @@ def with_draft_layer(path: Path, config: Config, layout: Layout, found: dict[str
         return config
     if layout.draft_layer is None or config.recurrent is None:
         why = "such a layer is supported in Qwen3.5 only"
+    elif not can_draft():
+        why = "mtp.py is missing"
     else:
         config_with = dataclasses.replace(config, mtp=True)
         places = destinations(config_with, layout, found)

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from test_recurrent import EXPERT_FIELDS, convert_with_llama_cpp, needs_llama_cp
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
+from checkpoint import open_directory
 from cli import UserError
 from config import Config, DeltaNet
 from convert_hf_checkpoint import convert
@@ -413,6 +415,7 @@ def test_a_file_of_llama_cpps_converter(byte_level, tmp_path, config):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+DEFAULT = {"kernels": "auto", "drafts_by_default": True}
 LEFT_OUT = {
     "mtp.norm.weight": "lacks mtp.norm.weight",
     "mtp.embed_tokens.weight": "not supported: mtp.embed_tokens.weight",
@@ -435,11 +438,57 @@ def test_layers_of_other_kinds_are_left_out(member, tmp_path, capsys, name):
     said = capsys.readouterr().err
     assert "of a layer that drafts tokens (mtp)" in said and LEFT_OUT[name] in said
     assert not source.config.mtp and load_model(source).mtp is None
-    with pytest.raises(UserError, match="--draft mtp: .*x has no layer that drafts tokens, or one"):
+    with pytest.raises(UserError, match="--draft mtp: .*x has no layer that drafts tokens, or one of another kind;"):
         load_engine(source, ModelOptions(draft=["mtp"]), 1, 30)
 
 
-DEFAULT = {"kernels": "auto", "drafts_by_default": True}
+def test_models_of_other_families_have_no_such_layer(tiny):
+    for name in ("llama-mha", "lfm2-tied"):
+        with pytest.raises(UserError, match="no layer that drafts tokens: only Qwen3.5 to 3.8 have one; --draft"):
+            load_engine(open_directory(tiny(name)[2]), ModelOptions(draft=["mtp"]), 1, 30)
+
+
+@pytest.mark.parametrize("member", ["qwen35-grouped"], indirect=True)
+def test_a_model_with_the_layer_cannot_be_the_draft(member, byte_level, tmp_path, capsys):
+    """The error comes first, and names the drafts that work."""
+    oracle, _ = member
+    extra = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": oracle.target.config.num_hidden_layers + 1}
+    path = tmp_path / "x.gguf"
+    write_gguf(path, oracle.target, vocabulary_fields(byte_level), extra=extra, tensors=gguf_names(oracle))
+    source = open_gguf(path)
+    source.quantization = Quantization("int4", 32, "int8")
+    said = f"{path}: a model with recurrent states cannot be the draft; --draft prompt-lookup and --draft mtp work with"
+    for drafts in (["int4-self"], ["mtp", "int4-self"]):
+        with pytest.raises(UserError, match=f"^{said} {path}$"):
+            load_engine(source, ModelOptions(draft=drafts), 1, 30)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("member", ["qwen35-grouped"], indirect=True)
+def test_a_model_with_the_layer_runs_without_the_file_mtp(member, byte_level, tmp_path, monkeypatch, capsys):
+    """Hugging Face directories, GGUF files and checkpoint directories; without the file, each is as if without the
+    layer."""
+    oracle, folder = member
+    convert(open_hf(folder), tmp_path / "ours", torch.float32)
+    mixed = Quantization("int8", 0, "int8", {"mtp.proj": "none"})
+    quantize_checkpoint(tmp_path / "ours", tmp_path / "int8", mixed)
+    extra = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": oracle.target.config.num_hidden_layers + 1}
+    path = tmp_path / "x.gguf"
+    write_gguf(path, oracle.target, vocabulary_fields(byte_level), extra=extra, tensors=gguf_names(oracle))
+    openers = [(open_hf, folder), (open_gguf, path), (open_directory, tmp_path / "ours")]
+    openers.append((open_directory, tmp_path / "int8"))
+    expected = [load_model(open_(place), dtype=torch.float32).state_dict() for open_, place in openers]
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "mtp", None)
+    for (open_, place), state in zip(openers, expected):
+        engine = load_engine(open_(place), ModelOptions(device="cpu", dtype="float32", **DEFAULT), 1, 40)
+        assert engine.model.mtp is None
+        own = engine.model.state_dict()
+        assert own.keys() == state.keys() and all(torch.equal(own[name], state[name]) for name in own)
+        assert capsys.readouterr().err.count("(mtp): mtp.py is missing") == (open_ != open_directory)
+        with pytest.raises(ModuleNotFoundError, match="mtp"):
+            load_engine(open_(place), ModelOptions(draft=["mtp"]), 1, 40)
+        capsys.readouterr()
 
 
 @pytest.mark.parametrize("options, names", [

@@ -341,6 +341,14 @@ def experts_numbers():
         for shown, name in zip(cells[4:6], ("sparse", "dense"), strict=True):
             yield shown, 1e3 * row[f"{name}_step_s"]
         yield cells[6], row["over_dense"]
+    beside = results("decode_experts", page)
+    ours = [row for row in beside["rows"] if row["name"].startswith("fastpath")]
+    best = [pair for pair in beside["ratios"] if pair["peer"] == "the best peer"]
+    for cells, row, pair in zip(table(page, "| model | decode"), ours, best, strict=True):
+        yield cells[1], row["decode_tokens_per_s"]
+        yield cells[2], row["prefill_tokens_per_s"]
+        yield cells[3], pair["decode"]
+        yield cells[4], pair["prefill"]
 
 
 def bloom_numbers():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import plain_twin, random_blocks
+from cases import SPARSE, plain_twin, random_blocks, read_model, write_random
 from conftest import ROOT, default_gguf, greedy, only_torch, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +29,7 @@ from formats import (
     Scheme,
     pack,
 )
+from layers import ExpertStack
 from load import load_model
 from quantize import quantize_checkpoint
 from report import roofline, weight_bytes
@@ -434,6 +435,69 @@ def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     assert read_quantization(tmp_path / "int4-gptq").mode == "int4-gptq"
     error, before = ((logits[None].exp() * (logits[None] - logits[mode])).sum() for mode in ("int4-gptq", "int4"))
     assert 0 < error < 0.95 * before
+
+
+@pytest.mark.parametrize("n", [1, 8, 32, 64, 96, 128, 1024])
+def test_an_expert_with_few_inputs_does_not_fit_them_alone(n):
+    """On other inputs, outputs change hardly more than by rounding, also with fewer inputs than columns."""
+    generator = torch.Generator().manual_seed(n)
+    mixing = torch.randn(128, 128, generator=generator) * 128**-0.5
+    with torch.device("meta"):
+        stack = ExpertStack(128, 96, 2)
+    weight = torch.randn(2 * 96, 128, generator=generator)
+    stack.load_state_dict({"weight": weight.clone()}, assign=True)
+    packed = quantize.pack_expert(stack, 1, torch.randn(n, 128, generator=generator) @ mixing, 32)
+    new = torch.randn(1000, 128, generator=generator) @ mixing
+    error, before = (
+        (new @ (unpacked(parts, 32, 128) - weight[96:]).T).square().mean()
+        for parts in (packed, pack(weight[96:], "int4", 32))
+    )
+    assert error < (1.15 if n < 64 else 0.95) * before
+    assert torch.equal(stack.weight[:96], weight[:96]) and torch.equal(stack.weight[96:], unpacked(packed, 32, 128))
+
+
+def test_gptq_of_experts(tmp_path, monkeypatch, capsys):
+    """Each with its own inputs. The last expert of one layer is never chosen: it is rounded, and named."""
+    monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
+    source = write_random(tmp_path / "x", SPARSE)
+    weights = load_file(source / "model.safetensors")
+    router = weights["blocks.2.experts.router.weight"]
+    router[2:4] = -router[:2]
+    router[4] = 0  # two of the other logits are positive
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}  # GPTQ reads them so
+    save_file(weights, source / "model.safetensors")
+    for mode in ("int4", "int4-gptq"):
+        quantize_checkpoint(source, tmp_path / mode, Quantization(mode, 32, "none"))
+    rounded = "no token of the calibration text chose these experts, which are rounded: 4 of layer 2\n"
+    assert capsys.readouterr().err.endswith(rounded)
+
+    model, nearest, ours = (read_model(tmp_path / name, torch.float32) for name in ("x", "int4", "int4-gptq"))
+    model.setup_caches(8, 100)
+    x = []
+    model.blocks[2].experts.register_forward_pre_hook(lambda module, inputs: x.append(inputs[0]))
+    model(torch.tensor(random_prompts((100,) * 8, seed=5)), torch.arange(100).expand(8, 100))
+    layers = [each.blocks[2].experts for each in (model, nearest, ours)]
+    ids = layers[0].choose(x[0])[0]
+    errors = torch.zeros(2)  # of GPTQ and of rounding, for down
+    for e in range(4):
+        h = x[0][(ids == e).any(2)]
+        products = [layer.gate_up.multiply_expert(h, e) for layer in layers]
+        hidden = F.silu(products[0][:, : SPARSE.experts.hidden_dim]) * products[0][:, SPARSE.experts.hidden_dim :]
+        outputs = [layer.down.multiply_expert(hidden, e) for layer in layers]
+        error, worst = ((product - products[0]).square().mean() for product in (products[2], products[1]))
+        assert error < 0.9 * worst, e
+        errors += torch.stack([(output - outputs[0]).square().mean() for output in (outputs[2], outputs[1])])
+    assert errors[0] < 0.98 * errors[1], "hidden units correlate little"
+    for name in ("gate_up", "down"):
+        stacks = [getattr(layer, name).parts() for layer in layers[1:]]
+        N = layers[0].get_submodule(name).out_features // 5
+        assert all(torch.equal(stacks[0][part][4 * N :], stacks[1][part][4 * N :]) for part in stacks[0])
+
+
+def test_a_message_names_few_experts():
+    names = [f"{e} of layer 3" for e in range(9)]
+    assert quantize.shortened(names[:2]) == "0 of layer 3, 1 of layer 3"
+    assert quantize.shortened(names).endswith("5 of layer 3 and 3 more")
 
 
 @pytest.mark.slow

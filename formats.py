@@ -646,13 +646,14 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
     of rows."""
     N = layer.out_features
     C = layer.in_features
-    step = max(1, UNPACK_BLOCK // C)
+    X = layer.experts
     weight = torch.empty(N, C, dtype=dtype, device=next(layer.buffers()).device)
     pieces = layer if isinstance(layer, StackedLinear) else [layer]
-    for piece, target in zip(pieces, weight.split([piece.out_features for piece in pieces])):
-        for start in range(0, piece.out_features, step):
-            rows = slice(start, start + step)
-            target[rows] = piece.weights(rows) if isinstance(piece, QuantizedLinear) else piece.weight[rows]
+    # In a stack of experts, each piece has as many rows of every expert.
+    sizes = [piece.out_features // X for piece in pieces]
+    for piece, targets in zip(pieces, weight.view(X, N // X, C).split(sizes, 1)):
+        for e, target in enumerate(targets):
+            unpack_rows(piece, e * len(target), target)
 
     state = {"weight": weight}
     if layer.bias is not None:
@@ -665,6 +666,15 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
     dense.load_state_dict(state, assign=True)
     dense.experts = layer.experts
     return dense
+
+
+def unpack_rows(layer: QuantizedLinear | Linear, first: int, target: Tensor):
+    """Write the weights of the rows from `first` on to target (rows,C)."""
+    step = max(1, UNPACK_BLOCK // layer.in_features)
+    for start in range(0, len(target), step):
+        part = target[start : start + step]
+        rows = slice(first + start, first + start + len(part))
+        part.copy_(layer.weights(rows) if isinstance(layer, QuantizedLinear) else layer.weight[rows])
 
 
 def matrices(model: Transformer) -> list[tuple[str, Linear]]:

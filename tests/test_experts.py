@@ -11,7 +11,7 @@ from conftest import only_torch
 from config import Config, Experts
 from cpu.install import CpuInstaller
 from experts import SparseMLP
-from formats import FORMATS, Quantization, StackedLinear, quantize_model
+from formats import FORMATS, Quantization, StackedLinear, dense_layer, quantize_model
 from kernels import has_kernel
 from layers import ExpertStack
 from load import install_kernels
@@ -191,6 +191,7 @@ def test_gate_and_up_may_have_different_formats():
     layer_of_floats.gate_up = ExpertStack(D, 2 * N, X)
     both = torch.cat([torch.cat(pair) for pair in zip(gates, ups)])
     layer_of_floats.gate_up.load_state_dict({"weight": both}, assign=True)
+    assert torch.equal(dense_layer(layer.gate_up, torch.float32).weight, both)
     assert_near(layer_of_floats(x, positions(1, 9)), expected)
     assert_near(with_kernels(layer)(x, positions(1, 9)), expected, 4 * NEAR)
 

@@ -625,6 +625,9 @@ define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) ->
 # GPU:
 #   fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it.
 #   rotary applies RoPE and writes the KV cache.
+#   choose_experts is experts.SparseMLP.choose, from the logits of the router; padding gets -1.
+#   expert_mlp is the rest of a sparse layer: the MLPs of the experts, their weighted sum, the shared
+#     expert, if there is one, and the counts.
 define(
     "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? norm, Tensor? residual, "
     "int N, int bits, int groupsize, bool gated, float eps) -> Tensor",
@@ -634,6 +637,19 @@ define(
     "rotary(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor input_pos, Tensor? rows, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, int H, float eps) -> Tensor",
     lambda qkv, *rest: qkv.new_empty((*qkv.shape[:2], rest[-2], rest[-3].shape[-1])),
+)
+define(
+    "choose_experts(Tensor logits, Tensor input_pos, int X, int k, bool normalized) -> (Tensor, Tensor)",
+    lambda logits, input_pos, X, k, normalized: (
+        logits.new_empty((*input_pos.shape, k), dtype=torch.int64),
+        logits.new_empty((*input_pos.shape, k)),
+    ),
+)
+define(
+    "expert_mlp(Tensor x, Tensor ids, Tensor weights, Tensor(a!) counts, Tensor gate_up, Tensor? gate_up_scales, "
+    "Tensor down, Tensor? down_scales, Tensor? shared, Tensor logits, int hidden, int[] bits, int[] groupsizes) "
+    "-> Tensor",
+    empty_like_first,
 )
 
 # ---------------------------------------------------------------- top-k and top-p

@@ -1,7 +1,7 @@
 """The operations of kernels.py as Triton kernels for GPUs, and TritonInstaller, which makes a model
 use them.
 
-Read down: attention, products with few rows and with many, rotary embedding and norms, the gated
+Read down: attention, products with few rows and with many, sparse layers, rotary embedding and norms, the gated
 delta rule, the choice of tiles, the operations, sampling, packing, TritonInstaller, the fused block.
 kernels.py and model.py say what each operation computes, and name the shapes. In addition:
 HEADS_PER_KV query heads share a key/value head; a product has M rows of activations, N outputs and
@@ -53,7 +53,7 @@ from torch import Tensor, nn
 import sampling
 from cli import print_status
 from config import Config
-from formats import QuantizedEmbedding, QuantizedLinear, repack_layers, repeat_groups
+from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repack_layers, repeat_groups
 from kernels import (
     DELTA_WINDOW,
     FUSED_FIELDS,
@@ -590,6 +590,169 @@ def matmul_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
+# ---------------------------------------------------------------- sparse layers: experts.SparseMLP
+#
+# A token uses k = n_active of X experts, so M tokens make R = M * k choices; choice c is one of token
+# c // k. The plan sorts the choices by their experts, and divides those of each expert into tiles of TILE_M. It
+# is made on the device, so one captured CUDA graph serves every choice: the grid has as many tiles as
+# there may be (`plan_experts`), and programs of tiles that are not used return at once.
+#
+# An expert's weights are laid out as those of any other layer, and the experts follow each other. The
+# tiles of an expert run together, so all but the first find its weights in the L2 cache.
+
+PLAN_BLOCK = tl.constexpr(256)  # choices that plan_kernel reads at a time
+
+
+@triton.jit
+def choose_kernel(
+    logits, input_pos, ids, weights, stride, X, n_active,
+    NORMALIZED: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, which are `stride` after those
+    of the token before it, and writes its ids and weights (n_active,). The experts with the largest logits are
+    found one after the other."""
+    token = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_X)
+    logit = tl.load(logits + token.to(tl.int64) * stride + lane, mask=lane < X, other=float("-inf"))
+    logit = tl.where(logit == logit, logit, float("-inf"))  # with NaN, ids must still name experts
+    i = tl.arange(0, BLOCK_K)
+    chosen = tl.full((BLOCK_K,), -1, tl.int64)
+    value = tl.full((BLOCK_K,), float("-inf"), tl.float32)
+    is_left = lane < X
+    for n in range(0, n_active):
+        largest = tl.max(tl.where(is_left, logit, float("-inf")), 0)
+        e = tl.min(tl.where(is_left & (logit == largest), lane, BLOCK_X), 0)
+        is_left = is_left & (lane != e)
+        chosen = tl.where(i == n, e, chosen)
+        value = tl.where(i == n, largest, value)
+
+    largest = tl.max(value, 0)
+    weight = tl.exp(value - largest)
+    total = tl.sum(weight, 0)
+    if not NORMALIZED:
+        total = tl.sum(tl.exp(logit - largest), 0)
+    is_padding = tl.load(input_pos + token) < 0
+    tl.store(ids + token * n_active + i, tl.where(is_padding, -1, chosen), mask=i < n_active)
+    tl.store(weights + token * n_active + i, weight / total, mask=i < n_active)
+
+
+@triton.jit
+def load_ids(ids, first, R, X):
+    """The experts of the choices from `first` on, (PLAN_BLOCK,) int32; X if a choice is padding."""
+    choice = first + tl.arange(0, PLAN_BLOCK)
+    e = tl.load(ids + choice, mask=choice < R, other=-1).to(tl.int32)
+    return choice, tl.where(e < 0, X, e)
+
+
+@triton.jit(do_not_specialize=["R", "slots"])
+def plan_kernel(ids, counts, experts, choices, R, X, slots, BLOCK_X: tl.constexpr):
+    """Plan the products of the R choices in ids: grid (X,).
+
+    Writes experts (slots,), the expert of each tile, or -1 if it is not used; and choices
+    (slots,TILE_M), those of each tile in ascending order, then -1. Adds the tokens of each expert, and
+    the number of experts, to counts (X+1,). Each program reads all ids, 8 R bytes, from the L2 cache.
+    """
+    e = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_X)
+    tokens = tl.zeros((BLOCK_X,), tl.int32)  # of each expert
+    for first in range(0, R, PLAN_BLOCK):
+        _, found = load_ids(ids, first, R, X)
+        tokens += tl.histogram(found, BLOCK_X)
+    tokens = tl.where(lane < X, tokens, 0)
+    tiles = (tokens + TILE_M - 1) // TILE_M
+    tile = tl.sum(tl.where(lane < e, tiles, 0), 0)  # the first tile of this expert
+    stop = tile + tl.sum(tl.where(lane == e, tiles, 0), 0)
+    count = tl.sum(tl.where(lane == e, tokens, 0), 0)
+
+    for i in range(tile, stop):
+        tl.store(experts + i, e)
+    rank = tl.zeros((), tl.int32)
+    for first in range(0, R, PLAN_BLOCK):
+        choice, found = load_ids(ids, first, R, X)
+        own = (found == e).to(tl.int32)
+        place = tile * TILE_M + rank + tl.cumsum(own) - own
+        tl.store(choices + place, choice, mask=own != 0)
+        rank += tl.sum(own, 0)
+    m = tl.arange(0, TILE_M)
+    rest = tile * TILE_M + count + m  # what is left of the last tile
+    tl.store(choices + rest, -1, mask=rest < stop * TILE_M)
+
+    tl.store(counts + e, tl.load(counts + e) + count)
+    if e == X - 1:
+        for i in range(stop, slots):
+            tl.store(experts + i, -1)
+        used = tl.sum((tokens > 0).to(tl.int32), 0)
+        tl.store(counts + X, tl.load(counts + X) + used)
+
+
+@triton.jit(do_not_specialize=["R"])
+def expert_kernel(
+    x, weight, scales, experts, choices, out, R, n_active, N, C,
+    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """linear_kernel with the matrix of an expert, for a tile of the plan: grid (slots, tiles of N).
+    Row c // n_active of x is the input of choice c, whose output is row c of out (R,N).
+
+    Reads the matrices of the experts in the plan, and no others: for each, N C bits / 8 bytes and 2 or
+    4 more a group, and twice as many if GATED. The sums of a choice have the order of linear_kernel's
+    without split-K, whatever other choices its tile has.
+    """
+    e = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    if e < 0:
+        return
+
+    choice = tl.load(choices + tl.program_id(0) * TILE_M + tl.arange(0, TILE_M))
+    inputs = R // n_active  # rows of x
+    m = tl.where(choice < 0, inputs, choice // n_active)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(n < N, n, 0)
+    dtype: tl.constexpr = x.dtype.element_ty
+    COLUMNS: tl.constexpr = TILE_BITS // BITS
+    GROUPS: tl.constexpr = COLUMNS // GROUPSIZE if GROUPSIZE else 1
+    ROWS = 2 * N if GATED else N
+    tiles = tl.cdiv(C, COLUMNS)
+    if BITS < 16:
+        weight += e * ROWS * tiles * 32
+        if GROUPSIZE:
+            scales += e * ROWS * tiles * GROUPS
+        else:
+            scales += e * ROWS
+    else:
+        weight += e * ROWS * C
+
+    total, total_up, sum_x, _ = sum_tiles(
+        x, weight, scales, None, m, row, 0, tiles, inputs, N, C, BITS, GROUPSIZE, GATED, EVEN, BLOCK_N
+    )
+    if BITS < 16 and GROUPSIZE == 0:
+        total = apply_scales(total, sum_x, scales + row, BITS, dtype)
+        if GATED:
+            total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, dtype)
+    m = tl.where(choice < 0, R, choice)
+    epilogue(total, total_up, None, None, None, out, m, n, R, N, C, 0.0, GATED)
+
+
+@triton.jit
+def expert_sum_kernel(
+    products, ids, weights, shared, logits, out, X, D, n_active, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The sum of the products of a token's choices, in their order, and of the shared expert, if there
+    is one: grid (M, tiles of D). Reads products (M*n_active,D), and shared (M,D), which counts
+    sigmoid(logits (M,X+1)[:, X]) times; each element is read and written once."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for i in range(0, n_active):
+        choice = token * n_active + i
+        is_used = tl.load(ids + choice) >= 0  # padding has no products
+        product = tl.load(products + choice * D + d, mask=is_used & (d < D), other=0.0).to(tl.float32)
+        total += tl.load(weights + choice) * product
+    if shared is not None:
+        factor = 1 / (1 + tl.exp2(-tl.load(logits + token * (X + 1) + X) * LOG2E))
+        total += factor * tl.load(shared + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=d < D)
+
+
 # ------------------------------------- positions and norms: positions.rotate, layers.RMSNorm
 
 
@@ -935,6 +1098,15 @@ def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device:
     return tuned_tiles(device).get(key) or default_tiles(bits, N, C, multiprocessors(device))
 
 
+def expert_settings(bits: int, groupsize: int, N: int, C: int, k: int, gated: bool, device) -> dict:
+    """The settings of expert_kernel for a matrix (N or 2N,C). Its tiles are those of one product with
+    the outputs of k experts, which a token uses, but its columns are never split."""
+    tiles = choose_tiles(bits, groupsize, k * N, C, gated, device)
+    is_even = C % (TILE_BITS.value // bits) == 0
+    settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": is_even}
+    return settings | {name: tiles[name] for name in ("BLOCK_N", "num_warps", "num_stages")}
+
+
 def tuning_file(device: torch.device) -> Path:
     name = "cpu"
     if device.type == "cuda":
@@ -1075,6 +1247,75 @@ def matmul(x, weight, scales, bias, N, bits, groupsize):
     return out
 
 
+def choose_experts(logits, input_pos, X, k, normalized):
+    """The experts (B,S,k) of tokens, of which each has X logits in logits (B,S,X or more), and their
+    weights."""
+    logits = logits.contiguous()
+    input_pos = input_pos.contiguous()
+    ids = logits.new_empty(*input_pos.shape, k, dtype=torch.int64)
+    weights = torch.empty_like(ids, dtype=torch.float32)
+    settings = {"NORMALIZED": normalized, "BLOCK_X": triton.next_power_of_2(X), "BLOCK_K": triton.next_power_of_2(k)}
+    with torch.cuda.device_of(logits):
+        choose_kernel[(input_pos.numel(),)](
+            logits, input_pos, ids, weights, logits.shape[-1], X, k, **settings, num_warps=1
+        )
+    return ids, weights
+
+
+def plan_experts(ids, counts):
+    """The tiles of expert_kernel for these choices: see plan_kernel. Adds to the counts."""
+    X = len(counts) - 1
+    R = ids.numel()
+    # The most tiles there may be: in the last tile of an expert, at most TILE_M - 1 places are free.
+    slots = (R + (TILE_M.value - 1) * min(R, X)) // TILE_M.value
+    experts = ids.new_empty(slots, dtype=torch.int32)
+    choices = ids.new_empty(slots, TILE_M.value, dtype=torch.int32)
+    bins = max(64, triton.next_power_of_2(X + 1))  # one for each expert, and one for padding
+    with torch.cuda.device_of(ids):
+        plan_kernel[(X,)](ids, counts, experts, choices, R, X, slots, BLOCK_X=bins, num_warps=4)
+    return experts, choices
+
+
+def expert_mlp(
+    x, ids, weights, counts, gate_up, gate_up_scales, down, down_scales, shared, logits, hidden, bits, groupsizes
+):  # fmt: skip
+    """The outputs of a sparse layer for tokens x (B,S,D) that use the experts ids (B,S,k), -1 for none.
+
+    gate_up and down: the weights of X experts, packed or not, of the sizes (2 F,D) and (D,F), where
+    F = hidden. bits and groupsizes: those of gate_up, and of down.
+    shared (B,S,D): the output of the shared expert, or None. logits (B,S,X+1): the last are those of
+    its gate.
+    """
+    D = x.shape[-1]
+    k = ids.shape[-1]
+    X = len(counts) - 1
+    R = ids.numel()
+    x = x.contiguous()
+    weights = weights.contiguous()
+    logits = logits.contiguous()
+    if shared is not None:
+        shared = shared.contiguous()
+    act = x.new_empty(R, hidden)
+    products = x.new_empty(R, D)
+    out = torch.empty_like(x)
+
+    ids = ids.contiguous()
+    experts, choices = plan_experts(ids, counts)
+    slots = len(experts)
+    with torch.cuda.device_of(x):
+        settings = expert_settings(bits[0], groupsizes[0], hidden, D, k, True, x.device)
+        grid = (slots, triton.cdiv(hidden, settings["BLOCK_N"]))
+        expert_kernel[grid](x, gate_up, gate_up_scales, experts, choices, act, R, k, hidden, D, **settings)
+        settings = expert_settings(bits[1], groupsizes[1], D, hidden, k, False, x.device)
+        grid = (slots, triton.cdiv(D, settings["BLOCK_N"]))
+        expert_kernel[grid](act, down, down_scales, experts, choices, products, R, 1, D, hidden, **settings)
+        block = min(1024, triton.next_power_of_2(D))
+        expert_sum_kernel[(R // k, triton.cdiv(D, block))](
+            products, ids, weights, shared, logits, out, X, D, k, block, num_warps=4
+        )
+    return out
+
+
 def rotary(qkv, cos, sin, q_norm, k_norm, input_pos, rows, k_cache, v_cache, H, eps):
     """qkv (B,S,(H+2K)*E), cos and sin of Positions.ropes -> queries (B,S,H,E); keys and values go to
     the caches."""
@@ -1150,7 +1391,8 @@ def gated_delta(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, in
 def register(library: torch.library.Library, device: str):
     """Register these functions as the operations of a device. device: a dispatch key of torch, such
     as "CUDA"."""
-    for function in (attention, linear, fused_linear, rotary, rms_norm, layer_norm, gated_delta):
+    products = (linear, fused_linear, choose_experts, expert_mlp)
+    for function in (attention, *products, rotary, rms_norm, layer_norm, gated_delta):
         library.impl(function.__name__, function, device)
 
 
@@ -1437,27 +1679,45 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
     return pairs[..., 0], pairs[..., 1]
 
 
+def split_experts(packed: Tensor, experts: int) -> Tensor:
+    """The packed tensor (tiles,experts * N,...) of a stack, as (experts,tiles,N,...). A single matrix
+    stays as it is."""
+    if experts == 1:
+        return packed
+    return packed.unflatten(1, (experts, -1)).transpose(0, 1).contiguous()
+
+
 # ---------------------------------------------------------------- install the kernels in a model
 
 
 class PackedLinear(MatrixLayer):
-    """A quantized linear layer, with its weights packed for the kernels."""
+    """A quantized linear layer, with its weights packed for the kernels. A stack of experts has the
+    packed matrices of the experts, one after the other."""
 
     def __init__(self, plain: QuantizedLinear):
         super().__init__(plain.in_features, plain.out_features)
         self.stored_as = plain.stored_as
+        self.experts = plain.experts
         self.bits = plain.format.bits
         self.groupsize = plain.scheme.groupsize  # 0: one scale a row
         groups = 1  # of a tile
         if self.groupsize:
             groups = TILE_BITS.value // self.bits // self.groupsize
         levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
-        self.register_buffer("weight", pack_words(levels, self.bits))
-        self.register_buffer("scales", pack_scales(scales, mins, groups))
+        self.register_buffer("weight", split_experts(pack_words(levels, self.bits), self.experts))
+        self.register_buffer("scales", split_experts(pack_scales(scales, mins, groups), self.experts))
         self.register_buffer("bias", plain.bias)
 
     def forward(self, x: Tensor):
         return apply_linear(self, x)
+
+    def multiply_expert(self, x: Tensor, e: int):
+        N = self.out_features // self.experts
+        weight = self.weight.view(self.experts, -1, N, 32)[e]
+        scales = self.scales.view(self.experts, -1, N, self.scales.shape[-1])[e]
+        return torch.ops.fastpath.fused_linear.default(
+            x, weight, scales, None, None, None, N, self.bits, self.groupsize, False, 0.0
+        )
 
 
 class PackedEmbedding(PackedLinear):
@@ -1474,6 +1734,42 @@ class PackedEmbedding(PackedLinear):
         if mins is not None:
             y = y + repeat_groups(mins, groupsize, C)
         return y
+
+
+class FusedExperts:
+    """Runs a sparse layer for experts.SparseMLP.run, without waiting for the device.
+
+    It takes seven launches (x in float32, the router, the choice, the plan, gate_up, down, the sum), two
+    more for a shared expert, and one for each product of these or of the router whose columns are split.
+    """
+
+    def __init__(self, experts: nn.Module):
+        self.experts = experts
+        self.router = experts.router.weight
+        if experts.shared is not None:  # the gate of the shared expert is one more row
+            self.router = torch.cat([self.router, experts.shared_gate.weight])
+
+    def __call__(self, x: Tensor, input_pos: Tensor, counts: Tensor) -> Tensor:
+        ops = torch.ops.fastpath
+        experts = self.experts
+        gate_up = experts.gate_up
+        down = experts.down
+        logits = ops.linear.default(x.float(), self.router, None)  # (B,S,X), or with a shared expert (B,S,X+1)
+        ids, weights = ops.choose_experts.default(logits, input_pos, experts.X, experts.k, experts.normalized)
+        shared = None
+        if experts.shared is not None:
+            shared = self.shared_mlp(x)
+        bits, groupsizes, scales = zip(storage_of(gate_up), storage_of(down))
+        return ops.expert_mlp.default(
+            x, ids, weights, counts, gate_up.weight, scales[0], down.weight, scales[1], shared, logits,
+            down.in_features, bits, groupsizes,
+        )  # fmt: skip
+
+    def shared_mlp(self, x: Tensor) -> Tensor:
+        shared = self.experts.shared
+        if isinstance(shared.gate_up, StackedLinear):  # gate and up have different formats
+            return shared(x)
+        return apply_linear(shared.down, apply_linear(shared.gate_up, x, gated=True))
 
 
 FORMATS_WITH_KERNELS = ("int8", "int4")
@@ -1500,6 +1796,10 @@ class TritonInstaller(Installer):
             model.set_submodule(name, kind(plain))
 
         backend = Backend(name="triton")
+        if isinstance(model, Transformer):
+            for block in model.all_blocks:
+                if block.experts is not None:
+                    prepare_experts(block.experts)
         # A split model adds up the ranks' parts inside the blocks. In float16, the product of an
         # activation and a norm's weight may overflow, because the kernels divide by the norm only
         # after the matrix product.
@@ -1515,6 +1815,15 @@ class TritonInstaller(Installer):
         )
 
 
+def prepare_experts(experts: nn.Module):
+    """Let the kernels run passes of few tokens through a sparse layer, unless its gate and up have
+    different formats."""
+    if isinstance(experts.gate_up, StackedLinear):
+        return
+    experts.run = FusedExperts(experts)
+    experts.max_run_tokens = MAX_DECODE_TOKENS
+
+
 def is_supported(device: torch.device) -> bool:
     """Whether a device can run the kernels."""
     if device.type != "cuda":
@@ -1526,7 +1835,7 @@ def can_fuse(config: Config) -> bool:
     """Whether `fused_blocks` supports this architecture. Other models run operation by operation."""
     if config.norm != "rms" or config.mlp != "swiglu" or config.post_norm_residual:
         return False
-    return uses_only(config, FUSED_FIELDS)
+    return uses_only(config, (*FUSED_FIELDS, "experts"))
 
 
 def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None) -> Tensor:
@@ -1539,7 +1848,6 @@ def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, row
 def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
     ops = torch.ops.fastpath
     attention = block.attention
-    mlp = block.mlp
     config = attention.config
     cache = attention.cache
     slopes = attention.positions.slopes
@@ -1556,20 +1864,16 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
     )  # (B,S,H,E)
     y = ops.attention.default(q, cache.k, cache.v, input_pos, rows, slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
-    h = apply_linear(mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
-    return apply_linear(mlp.down, h, residual=x)
+    if block.experts is not None:
+        return x + block.experts(block.mlp_norm(x), input_pos)
+    h = apply_linear(block.mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
+    return apply_linear(block.mlp.down, h, residual=x)
 
 
 def apply_linear(layer: nn.Module, x: Tensor, norm: nn.Module | None = None, residual=None, gated=False) -> Tensor:
     """A PackedLinear or a Linear, with an optional RMSNorm before it and SwiGLU or a residual after
     it."""
-    bits = 8 * layer.weight.itemsize
-    groupsize = 0
-    scales = None
-    if isinstance(layer, PackedLinear):
-        bits = layer.bits
-        groupsize = layer.groupsize
-        scales = layer.scales
+    bits, groupsize, scales = storage_of(layer)
     factor = None
     eps = 0.0
     if norm is not None:
@@ -1581,3 +1885,11 @@ def apply_linear(layer: nn.Module, x: Tensor, norm: nn.Module | None = None, res
     return torch.ops.fastpath.fused_linear.default(
         x, layer.weight, scales, layer.bias, factor, residual, N, bits, groupsize, gated, eps
     )
+
+
+def storage_of(layer: nn.Module) -> tuple[int, int, Tensor | None]:
+    """The bits of a weight, the columns that share a scale, and the scales, of a PackedLinear or a
+    Linear."""
+    if isinstance(layer, PackedLinear):
+        return layer.bits, layer.groupsize, layer.scales
+    return 8 * layer.weight.itemsize, 0, None

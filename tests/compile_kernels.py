@@ -36,7 +36,7 @@ import kernels_triton as kt
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INTEGERS = ("M", "N", "C", "K", "S", "T", "H", "E", "D", "V", "W", "P")
-INTEGERS += ("n", "m", "dk", "dv", "width")
+INTEGERS += ("n", "m", "dk", "dv", "width", "R", "X", "n_active", "slots", "stride")
 INTEGERS += ("words", "b_stride", "s_stride", "window")
 FLOATS = ("eps", "scale")
 
@@ -96,9 +96,21 @@ MORE_LINEARS = {
     f"{bits} bits, groups of {group}, {name}": (bits, group, *shape)
     for (bits, group), (name, shape) in itertools.product(FORMATS, SHAPES.items())
 }
+# name: (bits, group, N, C, k, gated); one of Qwen3.5-35B-A3B, and one of Mixtral
+EXPERTS = {
+    "int4 g32 gate_up 35B-A3B": (4, 32, 512, 2048, 8, True),
+    "int4 g32 down Mixtral": (4, 32, 4096, 14336, 2, False),
+}
+EXPERT_SHAPES = {"gate_up 35B-A3B": (512, 2048, 8, True), "down 35B-A3B": (2048, 512, 8, False)}
+MORE_EXPERTS = {
+    f"{bits} bits, groups of {group}, {name}": (bits, group, *shape)
+    for (bits, group), (name, shape) in itertools.product(FORMATS, EXPERT_SHAPES.items())
+}
 KINDS = dict.fromkeys(("input_pos", "rows"), "i64")
 KINDS |= dict.fromkeys(("slopes", "parts", "stats", "squares", "cos", "sin"), "fp32")
 DELTA_KINDS = KINDS | {"base": "i64", "counts": "i32"}
+EXPERT_KINDS = {"ids": "i64", "input_pos": "i64", "counts": "i64", "experts": "i32", "choices": "i32"}
+EXPERT_KINDS |= {"logits": "fp32", "weights": "fp32"}
 SAMPLE_KINDS = dict.fromkeys(("rows", "position", "drafted", "seed", "top_k", "ids"), "i64")
 SAMPLE_KINDS |= {"counts": "i32", "biased": "i1", "logit_bias": "fp32", "masks": "i32", "mask_start": "i64"}
 SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "x", "logprobs"), "fp32")
@@ -131,6 +143,19 @@ def linear_case(bits, groupsize, N, C, gated, normed):
     return settings, kinds, tiles["num_warps"], tiles["num_stages"]
 
 
+def expert_case(bits, groupsize, N, C, k, gated):
+    """(settings, types of pointers, warps, stages) of an expert's product as `expert_mlp` launches it."""
+    settings = kt.expert_settings(bits, groupsize, N, C, k, gated, torch.device("cpu"))
+    warps = settings.pop("num_warps")
+    stages = settings.pop("num_stages")
+    kinds = EXPERT_KINDS | {"scales": "i32" if bits == 4 else "fp16"}
+    if bits < 16:
+        kinds["weight"] = "i32"
+    else:
+        settings["scales"] = None
+    return settings, kinds, warps, stages
+
+
 def cases(everything: bool):
     """(name, kernel, dtype, settings, kinds, warps, stages) of everything to compile."""
     half = torch.bfloat16
@@ -142,6 +167,14 @@ def cases(everything: bool):
     yield "reduce", kt.reduce_kernel, half, sums, KINDS, 4, 3
     many = {"BITS": 4, "GROUPSIZE": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
     yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, 4, 3
+
+    experts = EXPERTS | MORE_EXPERTS if everything else EXPERTS
+    for name, shape in experts.items():
+        yield f"expert {name}", kt.expert_kernel, half, *expert_case(*shape)
+    choose = {"NORMALIZED": True, "BLOCK_X": 256, "BLOCK_K": 8}
+    yield "choose", kt.choose_kernel, half, choose, EXPERT_KINDS, 1, 3
+    yield "plan", kt.plan_kernel, half, {"BLOCK_X": 512}, EXPERT_KINDS, 4, 3
+    yield "expert_sum", kt.expert_sum_kernel, half, {"BLOCK_D": 1024}, EXPERT_KINDS, 4, 3
 
     for E in (64, 80, 96, 128, 256) if everything else (128,):
         yield from attention_cases(E, ", window, ALiBi", {"HEADS_PER_KV": 1, "WINDOW": True})
@@ -208,7 +241,7 @@ def main():
     everything = parser.parse_args().all
     jobs = []
     for name, *_ in cases(everything):
-        is_heaviest = name.startswith(("linear int4", "prefill", "delta chunks"))
+        is_heaviest = name.startswith(("linear int4", "expert int4", "plan", "prefill", "delta chunks"))
         for target in TARGETS:
             if everything or target == "sm_90" or (target == "sm_80" and is_heaviest):
                 jobs.append((name, target))

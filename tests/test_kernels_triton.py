@@ -1,6 +1,7 @@
 """The GPU kernels: results against their references, equal bits for a row in every batch, compiled graphs, and
 compilation ahead of time. Without a GPU they run in Triton's interpreter, on CPU tensors and few sizes."""
 
+import copy
 import json
 import os
 import subprocess
@@ -15,15 +16,24 @@ import torch
 import torch.nn.functional as F
 from cases import NARROW, WIDE, attention_case, delta_inputs, delta_state, numbers, quantized
 from conftest import INTERPRET, ROOT, greedy, only_torch, random_prompts
+from test_experts import fill, layer_of, sparse_model
 
 tl = pytest.importorskip("triton.language")
 with INTERPRET:
     import kernels_triton as kt
 
 import kernels
-from config import RopeScaling
+from config import Config, Experts, RopeScaling
 from cpu.build import load_kernels
-from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
+from formats import (
+    Quantization,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Scheme,
+    StackedLinear,
+    pack,
+    quantize_model,
+)
 from kernels import attention_reference, gated_delta
 from layers import Linear, RMSNorm
 from load import load_model
@@ -239,6 +249,153 @@ def test_packed_weights_are_the_same_numbers(format, group, K):
     )
 
 
+# ---------------------------------------------------------------- sparse layers
+
+# dtype formats of gate_up and down, group, X  k  D   F  normalized shared
+SPARSE = [
+    (F32, None, None, 0, 5, 2, 40, 24, True, 0),
+    (BF16, None, None, 0, 9, 3, 40, 24, False, 12),
+    (F32, "int4", "int8", 32, 9, 2, 40, 70, False, 0),
+    (BF16, "int4", "int4", 64, 5, 2, 300, 24, True, 33),
+    (BF16, "int8", "int4", 0, 9, 3, 150, 24, True, 0),
+    (F16, "int8", None, 128, 5, 1, 130, 24, False, 20),
+    (F32, "int4", "int4", 0, 1, 1, 40, 24, True, 0),
+]
+
+
+def sparse_layer(case):
+    """(a sparse layer with the kernels, the same layer in float32 and plain torch)."""
+    dtype, up_format, down_format, group, X, k, D, hidden, normalized, shared = case
+    experts = Experts((0,), X, k, hidden, normalized, shared)
+    plain = fill(layer_of(Config(1, 2, 1, 20, D, 44, 97, 64, experts=experts)), X)
+    ours = copy.deepcopy(plain)
+    for name, format in (("gate_up", up_format), ("down", down_format)):
+        stack = getattr(plain, name)
+        if format is not None:
+            layer, matrix = quantized(format, stack.out_features, stack.in_features, group, False, dtype, seed=X)
+            layer.experts = X
+            layer = kt.PackedLinear(layer)
+            stack.weight.copy_(matrix)
+        else:
+            layer = getattr(ours, name).to(dtype)
+            stack.weight.copy_(layer.weight)
+        setattr(ours, name, layer)
+    if shared:
+        plain.shared.to(dtype).float()
+        ours.shared.to(dtype)
+    kt.prepare_experts(ours.to(DEVICE))
+    ours.set_counts(plain.counts.to(DEVICE).clone())
+    return ours, plain.to(DEVICE)
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
+def test_sparse_layers(case):
+    """A pass of few tokens, some of them padding, and prefill, which is the loop over the experts with our products."""
+    dtype = case[0]
+    D = case[6]
+    ours, plain = sparse_layer(case)
+    for B, S, seed in ((2, 8, 0), (1, 17, 1)):
+        x = numbers(B, S, D, seed=seed, dtype=dtype).to(DEVICE)
+        input_pos = torch.arange(S, device=DEVICE).expand(B, S).clone()
+        input_pos[0, S - 1] = -1
+        with only_torch():
+            expected = plain(x.float(), input_pos)
+        found = ours(x, input_pos)
+        assert found.dtype == dtype
+        close(found, expected, 3 * TOLERANCE[dtype])  # three products after each other
+        assert torch.equal(ours.counts, plain.counts)
+
+
+@pytest.mark.parametrize("case", [SPARSE[1], SPARSE[2]], ids=["dense", "int4"])
+def test_a_token_of_a_sparse_layer_has_the_same_bits_in_every_batch(ordered_products, case):
+    """Experts have more tokens than a tile, or one."""
+    layer, _ = sparse_layer(case)
+    x = numbers(2, 16, case[6], dtype=case[0]).to(DEVICE)
+    input_pos = torch.arange(16, device=DEVICE).expand(2, 16).clone()
+    input_pos[0, 11:] = -1
+    together = layer(x, input_pos)
+    assert layer.counts[:-1].max() > 8
+    for b, tokens in ((0, slice(0, 1)), (1, slice(15, 16)), (0, slice(2, 9))):
+        assert torch.equal(layer(x[b : b + 1, tokens], input_pos[b : b + 1, tokens]), together[b : b + 1, tokens])
+
+
+def test_of_equal_logits_those_of_lower_numbers_are_chosen():
+    """Infinities and NaN are ordered too, so that ids name experts, and no expert is chosen twice."""
+    inf = float("inf")
+    rows = [[1, 2, 2, 0, 2], [3, 3, 3, 3, 3], [-inf, -inf, 1, -inf, 0], [torch.nan] * 5, [0.0, -0.0, 5, 5, inf]]
+    logits = torch.tensor(rows, device=DEVICE)[None]  # the last column is not one of an expert
+    input_pos = torch.tensor([[0, 1, 2, 3, 4]], device=DEVICE)
+    ids, weights = ops.choose_experts(logits, input_pos, 4, 3, True)
+    assert ids[0].tolist() == [[1, 2, 0], [0, 1, 2], [2, 0, 1], [0, 1, 2], [2, 3, 0]]
+    close(weights[0, :3], logits[0, :3, :4].gather(-1, ids[0, :3]).softmax(-1), 1e-6)
+    assert weights[0, 3].isnan().all()
+
+
+@pytest.mark.parametrize("R, X", [(300, 9), (700, 3), (5, 40), (64, 64)])
+def test_the_plan_has_each_choice_once(R, X):
+    """In tiles of 8 choices of one expert, in ascending order. Some experts have none, and some choices are padding."""
+    generator = torch.Generator().manual_seed(R)
+    ids = torch.randint(-1, X, (R // 5, 5), generator=generator)
+    ids[ids == 1] = -1
+    counts = torch.arange(X + 1)
+    experts, choices = kt.plan_experts(*on_device([ids, counts_before := counts.clone()]))
+    ids = ids.flatten().tolist()
+    expected = []
+    for e in range(X):
+        own = [choice for choice, expert in enumerate(ids) if expert == e]
+        for start in range(0, len(own), 8):
+            tile = own[start : start + 8]
+            expected.append((e, tile + [-1] * (8 - len(tile))))
+        counts[e] += len(own)
+        counts[X] += len(own) > 0
+    used = len(expected)
+    assert list(zip(experts[:used].tolist(), choices[:used].tolist())) == expected
+    assert experts[used:].eq(-1).all()
+    assert torch.equal(counts_before, counts)
+
+
+def test_experts_whose_gate_and_up_have_different_formats_run_in_the_loop():
+    X, D, hidden = 3, 40, 24
+    plain = layer_of(Config(1, 2, 1, 20, D, 44, 97, 64, experts=Experts((0,), X, 2, hidden, True, 0)))
+    pieces = [quantized(format, X * hidden, D, 32, False, F32, seed=1)[0] for format in ("int4", "int8")]
+    for piece in pieces:
+        piece.experts = X
+    plain.gate_up = StackedLinear(pieces, None)
+    ours = copy.deepcopy(plain).to(DEVICE)
+    ours.gate_up = StackedLinear([kt.PackedLinear(piece.to(DEVICE)) for piece in ours.gate_up], None)
+    kt.prepare_experts(ours)
+    x = numbers(1, 4, D)
+    input_pos = torch.arange(4)[None]
+    with only_torch():
+        expected = plain(x, input_pos)
+    close(ours(*on_device([x, input_pos])).cpu(), expected, 3 * TOLERANCE[F32])
+
+
+def sparse_models(mode):
+    """(a model of dense and sparse blocks with the kernels, the same model in plain torch)."""
+    plain = sparse_model("5-2")
+    if mode is not None:
+        plain = quantize_model(plain, Quantization(mode, 32, "int8"))
+    plain.to(DEVICE)
+    ours = copy.deepcopy(plain)
+    ours.backend = kt.TritonInstaller(ours).finish()
+    assert ours.backend.run_blocks is kt.fused_blocks
+    return ours, plain
+
+
+@pytest.mark.parametrize("mode", [None, pytest.param("int4", marks=pytest.mark.full)])
+def test_models_with_experts(mode):
+    """Prefill, and decoding in fused blocks, which are compiled as one graph."""
+    torch._dynamo.reset()
+    ours, plain = sparse_models(mode)
+    prompts = random_prompts((3, 17), V=97)
+    with only_torch():
+        expected = greedy(plain, prompts, 3, length=40)
+    step = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert greedy(ours, prompts, 3, decode=step, length=40) == expected
+    assert torch.equal(ours.expert_counts, plain.expert_counts)
+
+
 # ---------------------------------------------------------------- positions and norms
 
 
@@ -338,6 +495,14 @@ def test_opcheck():
     state = delta_state(NARROW, 2, partial(torch.zeros, device=DEVICE))
     stored = (state.matrix, state.base, state.keys, state.deltas, state.decays)
     check(ops.gated_delta, tuple(on_device([*delta_inputs(NARROW, 1, 3), *stored, torch.tensor([[0, 1, 2]]), None])))
+    sparse = sparse_layer(SPARSE[1])[0]
+    stacks = (sparse.gate_up.weight, None, sparse.down.weight, None)
+    x = numbers(1, 2, 40, dtype=BF16).to(DEVICE)
+    logits, where = on_device([numbers(1, 2, 10), torch.tensor([[0, -1]])])
+    check(ops.choose_experts, (logits, where, 9, 3, True))
+    chosen = ops.choose_experts(logits, where, 9, 3, True)
+    check(ops.expert_mlp, (x, *chosen, sparse.counts, *stacks, x, logits, 24, [16, 16], [0, 0]))
+    x = numbers(2, 3, 64).to(DEVICE)
     check(ops.rms_norm, (x, x[0, 0], 1e-5))
     check(ops.layer_norm, (x, x[0, 0], x[0, 1], 1e-5))
     input_pos = torch.tensor([[4, 5, -1]])
@@ -557,7 +722,7 @@ def compile_all(*arguments):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     spilling = [name for name, what in found.items() if what.get("spills")]
-    assert not [name for name in spilling if name.split()[1] in ("linear", "delta")]
+    assert not [name for name in spilling if name.split()[1] in ("linear", "delta", "expert")]
     return found
 
 
@@ -566,7 +731,8 @@ def compile_all(*arguments):
 def test_kernels_compile_ahead_of_time():
     found = compile_all()
     kernels = {name.split()[1] for name in found}
-    assert kernels == {"linear", "reduce", "matmul", "decode", "prefill", "merge", "rotary", "delta", "norm", "sample"}
+    named = {name.removesuffix("_kernel").split("_")[0] for name in vars(kt) if name.endswith("_kernel")}
+    assert {name.split("_")[0] for name in kernels} == named
     assert {name.split()[0] for name in found} == {"sm_80", "sm_90"}
 
 

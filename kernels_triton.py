@@ -1,8 +1,9 @@
 """The operations of kernels.py as Triton kernels for GPUs, and TritonInstaller, which makes a model
 use them.
 
-Read down: attention, products with few rows and with many, sparse layers, rotary embedding and norms, the gated
-delta rule, the choice of tiles, the operations, sampling, packing, TritonInstaller, the fused block.
+Read down: attention, products with few rows and with many, sparse layers, rotary embedding and
+norms, the gated delta rule, the choice of tiles, the operations, sampling, packing, TritonInstaller,
+the fused block.
 kernels.py and model.py say what each operation computes, and name the shapes. In addition:
 HEADS_PER_KV query heads share a key/value head; a product has M rows of activations, N outputs and
 C columns of the weight matrix.

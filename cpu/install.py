@@ -220,10 +220,13 @@ def can_fuse(config: Config) -> bool:
 
 
 def prepare_experts(experts: nn.Module, dtype: torch.dtype):
-    """Let the kernels run a sparse layer; in prefill only if its weights are packed."""
+    """Let the kernels run a sparse layer; in prefill only if any of its weights are packed, or if torch's
+    products are slower."""
     experts.run = PreparedExperts(experts, dtype)
-    all_fast = prefills_fast(experts.gate_up) and prefills_fast(experts.down)
-    experts.max_run_tokens = sys.maxsize if all_fast else MAX_DECODE_TOKENS
+    stacks = [experts.gate_up, experts.down]
+    is_packed = any(isinstance(stack, PackedLinear) for stack in stacks)
+    takes_prefill = is_packed or all(prefills_fast(stack) for stack in stacks)
+    experts.max_run_tokens = sys.maxsize if takes_prefill else MAX_DECODE_TOKENS
 
 
 class FusedBlocks:

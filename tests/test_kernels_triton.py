@@ -315,10 +315,11 @@ def test_a_token_of_a_sparse_layer_has_the_same_bits_in_every_batch(ordered_prod
     input_pos[0, 11:] = -1
     together = layer(x, input_pos)
     assert layer.counts[:-1].max() > 8
-    for b, tokens in ((0, slice(0, 1)), (1, slice(15, 16)), (0, slice(2, 9))):
+    for b, tokens in ((0, slice(0, 1)), (1, slice(13, 16))):
         assert torch.equal(layer(x[b : b + 1, tokens], input_pos[b : b + 1, tokens]), together[b : b + 1, tokens])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NaN in the interpreter
 def test_of_equal_logits_those_of_lower_numbers_are_chosen():
     """Infinities and NaN are ordered too, so that ids name experts, and no expert is chosen twice."""
     inf = float("inf")
@@ -390,9 +391,9 @@ def test_models_with_experts(mode):
     ours, plain = sparse_models(mode)
     prompts = random_prompts((3, 17), V=97)
     with only_torch():
-        expected = greedy(plain, prompts, 3, length=40)
+        expected = greedy(plain, prompts, 2, length=40)
     step = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
-    assert greedy(ours, prompts, 3, decode=step, length=40) == expected
+    assert greedy(ours, prompts, 2, decode=step, length=40) == expected
     assert torch.equal(ours.expert_counts, plain.expert_counts)
 
 

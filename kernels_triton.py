@@ -594,9 +594,9 @@ def matmul_kernel(
 # ---------------------------------------------------------------- sparse layers: experts.SparseMLP
 #
 # A token uses k = n_active of X experts, so M tokens make R = M * k choices; choice c is one of token
-# c // k. The plan sorts the choices by their experts, and divides those of each expert into tiles of TILE_M. It
-# is made on the device, so one captured CUDA graph serves every choice: the grid has as many tiles as
-# there may be (`plan_experts`), and programs of tiles that are not used return at once.
+# c // k. The plan sorts the choices by their experts, and divides those of each expert into tiles of
+# TILE_M. It is made on the device, so one captured CUDA graph serves every choice: the grid has as
+# many tiles as there may be (`plan_experts`), and programs of tiles that are not used return at once.
 #
 # An expert's weights are laid out as those of any other layer, and the experts follow each other. The
 # tiles of an expert run together, so all but the first find its weights in the L2 cache.
@@ -609,9 +609,9 @@ def choose_kernel(
     logits, input_pos, ids, weights, stride, X, n_active,
     NORMALIZED: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, which are `stride` after those
-    of the token before it, and writes its ids and weights (n_active,). The experts with the largest logits are
-    found one after the other."""
+    """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, 4 X bytes, which are `stride`
+    after those of the token before it, and writes its ids and weights, 12 n_active bytes. The experts
+    with the largest logits are found one after the other."""
     token = tl.program_id(0)
     lane = tl.arange(0, BLOCK_X)
     logit = tl.load(logits + token.to(tl.int64) * stride + lane, mask=lane < X, other=float("-inf"))

@@ -279,6 +279,8 @@ def qwen3_moe_fields(fields: Fields) -> dict:
     step = fields.take("decoder_sparse_step", 1)
     check_positive_int("decoder_sparse_step", step)
     dense = fields.take("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+        fields.refuse("mlp_only_layers", "is not a list of the numbers of layers")
     layers = [i for i in range(found["n_layer"]) if i not in dense and (i + 1) % step == 0]
     if 0 in (fields.take("num_experts", None), fields.take("num_local_experts", None)):
         layers = []

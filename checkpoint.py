@@ -38,7 +38,7 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
-# The names of tensors that are float32 in a model of any dtype end so: those of recurrent.py and experts.py.
+# The names of tensors that are float32 in a model of any dtype end so (recurrent.py, experts.py).
 FLOAT32_TENSORS = (
     ".conv.weight",
     ".conv.bias",

@@ -169,7 +169,7 @@ class Config:
     attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
     delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
     short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution in the place of attention
-    experts: Experts | None = None  # Mixtral, Qwen3-MoE, Qwen3.5-MoE: some layers have experts in the place of an MLP
+    experts: Experts | None = None  # Mixtral, Qwen3-MoE: some layers have experts in the place of an MLP
     mtp: bool = False  # Qwen3.5: one more layer drafts tokens (mtp.py)
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included

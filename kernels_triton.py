@@ -1099,10 +1099,10 @@ def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device:
     return tuned_tiles(device).get(key) or default_tiles(bits, N, C, multiprocessors(device))
 
 
-def expert_settings(bits: int, groupsize: int, N: int, C: int, k: int, gated: bool, device) -> dict:
-    """The settings of expert_kernel for a matrix (N or 2N,C). Its tiles are those of one product with
-    the outputs of k experts, which a token uses, but its columns are never split."""
-    tiles = choose_tiles(bits, groupsize, k * N, C, gated, device)
+def expert_settings(bits: int, groupsize: int, N: int, C: int, gated: bool, device: torch.device) -> dict:
+    """The settings of expert_kernel for a token's experts, which have N outputs together. Its tiles are
+    those of one product with as many outputs, but its columns are never split."""
+    tiles = choose_tiles(bits, groupsize, N, C, gated, device)
     is_even = C % (TILE_BITS.value // bits) == 0
     settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": is_even}
     return settings | {name: tiles[name] for name in ("BLOCK_N", "num_warps", "num_stages")}
@@ -1304,10 +1304,10 @@ def expert_mlp(
     experts, choices = plan_experts(ids, counts)
     slots = len(experts)
     with torch.cuda.device_of(x):
-        settings = expert_settings(bits[0], groupsizes[0], hidden, D, k, True, x.device)
+        settings = expert_settings(bits[0], groupsizes[0], k * hidden, D, True, x.device)
         grid = (slots, triton.cdiv(hidden, settings["BLOCK_N"]))
         expert_kernel[grid](x, gate_up, gate_up_scales, experts, choices, act, R, k, hidden, D, **settings)
-        settings = expert_settings(bits[1], groupsizes[1], D, hidden, k, False, x.device)
+        settings = expert_settings(bits[1], groupsizes[1], k * D, hidden, False, x.device)
         grid = (slots, triton.cdiv(D, settings["BLOCK_N"]))
         expert_kernel[grid](act, down, down_scales, experts, choices, products, R, 1, D, hidden, **settings)
         block = min(1024, triton.next_power_of_2(D))

@@ -145,7 +145,7 @@ def linear_case(bits, groupsize, N, C, gated, normed):
 
 def expert_case(bits, groupsize, N, C, k, gated):
     """(settings, types of pointers, warps, stages) of an expert's product as `expert_mlp` launches it."""
-    settings = kt.expert_settings(bits, groupsize, N, C, k, gated, torch.device("cpu"))
+    settings = kt.expert_settings(bits, groupsize, k * N, C, gated, torch.device("cpu"))
     warps = settings.pop("num_warps")
     stages = settings.pop("num_stages")
     kinds = EXPERT_KINDS | {"scales": "i32" if bits == 4 else "fp16"}

@@ -7,6 +7,7 @@ directories.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -32,7 +33,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 INDEX = "model.safetensors.index.json"
-MAPPED_BYTES = 1 << 26
+MAPPED_VALUES = 1 << 24
 # The directory of converted models and of the default model's file.
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -325,28 +326,32 @@ class SafetensorsReader:
     To open a file of 30,000 tensors, such as the matrices of many experts, takes 0.08 s, so a file
     stays open for the next tensor. But the pages of a mapping that were read stay in the process until
     the mapping is closed with its last tensor, so one mapping for all tensors would hold the whole file
-    in memory. So a file is closed after MAPPED_BYTES.
+    in memory. So a file is opened again before more than MAPPED_VALUES values of it were read.
     """
 
     def __init__(self):
         self.path: Path | None = None
         self.file = None  # the open file with this path
-        self.mapped = 0  # the bytes of its tensors that were read
+        self.mapped = 0  # how many values of it were read
 
     def read(self, path: Path, name: str, part=None) -> torch.Tensor:
         """One tensor of a file, or a part of it (a tp.Slice)."""
         try:
-            if self.file is None or path != self.path:
-                self.file = safe_open(path, "pt")
-                self.path = path
-                self.mapped = 0
-            tensor = self.file.get_tensor(name) if part is None else part.cut(self.file.get_slice(name))
+            if path != self.path:
+                self._open(path)
+            # All of them, also for a part: a part of each row touches all pages.
+            values = math.prod(self.file.get_slice(name).get_shape())
+            if self.mapped + values > MAPPED_VALUES:
+                self._open(path)
+            self.mapped += values
+            return self.file.get_tensor(name) if part is None else part.cut(self.file.get_slice(name))
         except SafetensorError as error:  # a dtype that torch does not have, such as F6_E2M3
             raise UserError(f"{path}: {name} cannot be read: {error}") from None
-        self.mapped += tensor.nbytes
-        if self.mapped > MAPPED_BYTES:
-            self.file = None
-        return tensor
+
+    def _open(self, path: Path):
+        self.file = safe_open(path, "pt")
+        self.path = path
+        self.mapped = 0
 
 
 def weight_files(directory: Path) -> dict[str, Path]:

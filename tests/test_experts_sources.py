@@ -276,8 +276,8 @@ def test_how_often_a_file_is_opened(tmp_path, monkeypatch):
     opened = []
     original = checkpoint.safe_open
     monkeypatch.setattr(checkpoint, "safe_open", lambda *args: opened.append(args) or original(*args))
-    for limit, least, most in ((1 << 26, 1, 10), (50_000, 6, 20), (0, 3 * 2 * 33, 300)):
-        monkeypatch.setattr(checkpoint, "MAPPED_BYTES", limit)
+    for limit, least, most in ((1 << 24, 1, 10), (12_000, 6, 30), (0, 3 * 2 * 33, 300)):
+        monkeypatch.setattr(checkpoint, "MAPPED_VALUES", limit)
         opened.clear()
         assert_same(read_directory(tmp_path), expected)
         assert least <= len(opened) <= most

@@ -32,8 +32,9 @@ from config import Config
 from kernels import MAX_DECODE_TOKENS, define_reference, linear
 from layers import ExpertStack, empty_parameter
 
-# In prefill, torch multiplies float32 and bfloat16. It may sum in another order for fewer rows than
-# this, so an expert of fewer tokens gets rows of zeros: its bits must not depend on other tokens.
+# In prefill, torch multiplies with weights that are not quantized. It may sum in another order for
+# fewer rows than this, so an expert of fewer tokens gets rows of zeros: its bits must not depend on
+# other tokens.
 PREFILL_ROWS = 32
 
 
@@ -54,7 +55,7 @@ class SparseMLP(nn.Module):
         self.down = ExpertStack(experts.hidden_dim, config.dim, self.X)
         self.shared = shared
         self.shared_gate = None if shared is None else Router(config.dim, 1)
-        # What an Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the whole layer
+        # What a kernels.Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the whole layer
         self.run: Callable | None = None
         self.max_run_tokens = 0  # it takes passes of up to this many new tokens per row
         self._register()
@@ -103,7 +104,7 @@ class SparseMLP(nn.Module):
         """Add the experts of a pass to `counts`."""
         used = torch.where(ids >= 0, ids, self.X).flatten()
         tokens = torch.zeros_like(self.counts).scatter_add(0, used, torch.ones_like(used))
-        tokens[self.X] = (tokens[: self.X] > 0).sum()
+        tokens[self.X] = (tokens[: self.X] > 0).sum()  # in the place of the number of padding
         self.counts.add_(tokens)
 
 
@@ -148,7 +149,7 @@ def run_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: int, few: bool) 
         start += count
         h = x[choices // k]
         if not few:
-            # Three dimensions say that this is a prefill: see kernels.linear.
+            # (1,rows,D): the kernels leave passes of many tokens S to torch. See kernels.linear.
             h = F.pad(h, (0, 0, 0, max(0, PREFILL_ROWS - count)))[None]
         gate, up = experts.gate_up.multiply_expert(h, e).chunk(2, dim=-1)
         y = experts.down.multiply_expert(F.silu(gate) * up, e)

@@ -533,7 +533,7 @@ class StackedLinear(nn.ModuleList):
     def __init__(self, pieces: Iterable[MatrixLayer], bias: Tensor | None):
         super().__init__(pieces)
         self.in_features = self[0].in_features
-        self.experts = self[0].experts
+        self.n_expert = self[0].n_expert
         self.out_features = sum(piece.out_features for piece in self)
         self.register_buffer("bias", bias)
 
@@ -571,7 +571,7 @@ def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> 
     pieces = []
     for N, scheme in zip(rows, schemes):
         piece = Linear(C, N, False) if scheme is None else QuantizedLinear(C, N, False, scheme)
-        piece.experts = plain.experts
+        piece.n_expert = plain.n_expert
         pieces.append(piece)
     bias = None if plain.bias is None else torch.empty(plain.bias.shape)
     return StackedLinear(pieces, bias)
@@ -581,7 +581,7 @@ def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLine
     """An empty quantized layer for the matrix of another one."""
     kind = QuantizedEmbedding if isinstance(plain, (Embedding, QuantizedEmbedding)) else QuantizedLinear
     layer = kind(plain.in_features, plain.out_features, plain.bias is not None, scheme)
-    layer.experts = plain.experts
+    layer.n_expert = plain.n_expert
     return layer
 
 
@@ -646,7 +646,7 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
     of rows."""
     N = layer.out_features
     C = layer.in_features
-    X = layer.experts
+    X = layer.n_expert
     weight = torch.empty(N, C, dtype=dtype, device=next(layer.buffers()).device)
     pieces = layer if isinstance(layer, StackedLinear) else [layer]
     # In a stack of experts, each piece has as many rows of every expert.
@@ -664,7 +664,7 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
         else:
             dense = Linear(C, N, layer.bias is not None)
     dense.load_state_dict(state, assign=True)
-    dense.experts = layer.experts
+    dense.n_expert = layer.n_expert
     return dense
 
 

@@ -1680,12 +1680,12 @@ def unpack_scales(packed: Tensor, groups: int) -> tuple[Tensor, Tensor | None]:
     return pairs[..., 0], pairs[..., 1]
 
 
-def split_experts(packed: Tensor, experts: int) -> Tensor:
-    """The packed tensor (tiles,experts * N,...) of a stack, as (experts,tiles,N,...). A single matrix
+def split_experts(packed: Tensor, n_expert: int) -> Tensor:
+    """The packed tensor (tiles,n_expert * N,...) of a stack, as (n_expert,tiles,N,...). A single matrix
     stays as it is."""
-    if experts == 1:
+    if n_expert == 1:
         return packed
-    return packed.unflatten(1, (experts, -1)).transpose(0, 1).contiguous()
+    return packed.unflatten(1, (n_expert, -1)).transpose(0, 1).contiguous()
 
 
 # ---------------------------------------------------------------- install the kernels in a model
@@ -1698,24 +1698,24 @@ class PackedLinear(MatrixLayer):
     def __init__(self, plain: QuantizedLinear):
         super().__init__(plain.in_features, plain.out_features)
         self.stored_as = plain.stored_as
-        self.experts = plain.experts
+        self.n_expert = plain.n_expert
         self.bits = plain.format.bits
         self.groupsize = plain.scheme.groupsize  # 0: one scale a row
         groups = 1  # of a tile
         if self.groupsize:
             groups = TILE_BITS.value // self.bits // self.groupsize
         levels, scales, mins = plain.format.decode(plain.parts(), self.in_features)
-        self.register_buffer("weight", split_experts(pack_words(levels, self.bits), self.experts))
-        self.register_buffer("scales", split_experts(pack_scales(scales, mins, groups), self.experts))
+        self.register_buffer("weight", split_experts(pack_words(levels, self.bits), self.n_expert))
+        self.register_buffer("scales", split_experts(pack_scales(scales, mins, groups), self.n_expert))
         self.register_buffer("bias", plain.bias)
 
     def forward(self, x: Tensor):
         return apply_linear(self, x)
 
     def multiply_expert(self, x: Tensor, e: int):
-        N = self.out_features // self.experts
-        weight = self.weight.view(self.experts, -1, N, 32)[e]
-        scales = self.scales.view(self.experts, -1, N, self.scales.shape[-1])[e]
+        N = self.out_features // self.n_expert
+        weight = self.weight.view(self.n_expert, -1, N, 32)[e]
+        scales = self.scales.view(self.n_expert, -1, N, self.scales.shape[-1])[e]
         return torch.ops.fastpath.fused_linear.default(
             x, weight, scales, None, None, None, N, self.bits, self.groupsize, False, 0.0
         )

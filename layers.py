@@ -29,7 +29,7 @@ class MatrixLayer(nn.Module):
     """
 
     stored_as: str | None = None  # the matrix's format, a name of formats.FORMATS; None if it is not quantized
-    experts = 1  # how many matrices of equal sizes stand one below the other: see ExpertStack
+    n_expert = 1  # how many matrices of equal sizes stand one below the other: see ExpertStack
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -47,7 +47,7 @@ class MatrixLayer(nn.Module):
 
     def multiply_expert(self, x: Tensor, e: int) -> Tensor:
         """x times the matrix of expert e."""
-        N = self.out_features // self.experts
+        N = self.out_features // self.n_expert
         return self.multiply_rows(x, e * N, (e + 1) * N)
 
 
@@ -89,10 +89,10 @@ class ExpertStack(Linear):
     """A matrix (N,C) for each of X experts: one matrix (X*N,C), with an expert's rows after those of
     the expert before it. So it is stored, quantized and split like any other matrix."""
 
-    def __init__(self, in_features: int, out_features: int, experts: int):
+    def __init__(self, in_features: int, out_features: int, n_expert: int):
         """out_features: N, of one expert."""
-        super().__init__(in_features, experts * out_features, bias=False)
-        self.experts = experts
+        super().__init__(in_features, n_expert * out_features, bias=False)
+        self.n_expert = n_expert
 
 
 class RMSNorm(nn.Module):

@@ -119,11 +119,11 @@ def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Sche
             groupsizes = {name: schemes[name].groupsize for name in stacks}
             found, missed = pack_experts(block.experts, torch.cat(expert_inputs), stacks, groupsizes)
             packed |= found
-            unreached += [f"{e} of layer {i}" for e in missed]
+            unreached += [f"expert {e} of layer {i}" for e in missed]
         x = run()
         print_status(f"block {i + 1} of {len(model.blocks)}")
     if unreached:
-        print_status(f"no token of the calibration text chose these experts, which are rounded: {shortened(unreached)}")
+        print_status(f"no token of the calibration text chose these, which are rounded: {shortened(unreached)}")
     return packed
 
 
@@ -181,7 +181,7 @@ def pack_expert(stack: ExpertStack, e: int, x: Tensor, groupsize: int) -> dict[s
     """Quantize the matrix of an expert, with GPTQ if it has inputs x (n,C), and replace its weights by
     the rounded ones."""
     n, C = x.shape
-    N = stack.out_features // stack.experts
+    N = stack.out_features // stack.n_expert
     weight = stack.weight[e * N : (e + 1) * N]
     if n == 0:
         parts = pack(weight, "int4", groupsize)
@@ -318,7 +318,8 @@ def check_quantizable(source: Checkpoint, out: Path, model: Transformer, quantiz
     columns = min(module.in_features for _, module in matrices(model))
     if quantization.groupsize > columns:
         raise UserError(
-            f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix"
+            f"--groupsize {quantization.groupsize} is more than the {columns} columns of the smallest matrix; "
+            "with --groupsize 0, each row is a group"
         )
 
 

@@ -129,8 +129,8 @@ def multiplied_weights(model: Transformer) -> int:
         layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
     total = 0
     for layer in layers:
-        active = model.config.experts.n_active if layer.experts > 1 else 1
-        total += layer.in_features * layer.out_features // layer.experts * active
+        active = model.config.experts.n_active if layer.n_expert > 1 else 1
+        total += layer.in_features * layer.out_features // layer.n_expert * active
     for block in model.blocks:
         if block.experts is not None:
             total += block.experts.router.weight.numel()
@@ -418,7 +418,7 @@ def full_report(result: dict, timing) -> str:
     if result["decode_tokens_per_s"] is not None:
         lines.append(decode_text(result, timing))
     if result["decode_tokens_per_s"] is not None and "experts" in result:
-        lines.append(experts_text(result["experts"]))
+        lines.append(experts_text(result["experts"], timing, "ranks" in result))
     if result["device"] == "cpu" and result["threads"]:
         threads = threads_text(result["threads"])
         lines.append(f"threads: {threads}{others_text(result['other_programs_cpus'])}")
@@ -461,12 +461,13 @@ def decode_text(result: dict, timing) -> str:
     return line
 
 
-def experts_text(experts: dict) -> str:
+def experts_text(experts: dict, timing, has_ranks: bool) -> str:
     read = experts["expert_bytes_per_token"] / 1e6
     total = experts["weight_bytes_total"] / 1e6
-    line = f"experts: each token reads {read:.1f} MB of them; all weights have {total:.1f} MB. In a layer, "
-    line += f"the busiest expert has {experts['busiest_expert']:.1f} times its even share of tokens, "
-    return line + f"and {experts['unused_experts']:.1f} have none"
+    whose = " of a rank" if has_ranks else ""
+    line = f"experts: each token reads {read:.1f} MB of them; all weights{whose} have {total:.1f} MB. In a layer, "
+    line += f"the busiest expert has {experts['busiest_expert']:.1f} times its even share "
+    return line + f"of {timing.decode_tokens} tokens, and {experts['unused_experts']:.1f} have none"
 
 
 def ranks_text(result: dict, timing) -> str:

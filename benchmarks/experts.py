@@ -8,7 +8,7 @@ charts.py draws the bytes by the number of rows.
 """
 
 from functools import partial
-from statistics import median
+from statistics import mean, median
 
 import measure
 import torch
@@ -60,7 +60,7 @@ def main():
         "model": source.name,
         "active_bytes": reads.total(1),
         "total_bytes": reads.dense + reads.n_expert * sum(reads.experts),
-        "expert_bytes": reads.experts[0],
+        "expert_bytes": mean(reads.experts),
         "n_expert": reads.n_expert,
         "n_active": reads.n_active,
         "rows": [],

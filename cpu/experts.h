@@ -59,7 +59,7 @@ inline Layer layer_of_expert(const PreparedLayer& prepared, const Layer& stack, 
 template <class T>
 struct ExpertCall {
   const Layer *gate_up, *down;
-  int64_t rows, F;
+  int64_t first, rows, F;  // first: the place of its first row among the sorted ones
   Input to_up, to_down;
   T *up, *act, *product;  // (rows,2F), (rows,F), (rows,D)
 };
@@ -77,7 +77,8 @@ Input rows_of(Input in, int64_t first, int64_t rows, int64_t C) {
   return in;
 }
 
-// One call of a sparse layer.
+// One call of a sparse layer: allocate() before the parallel region; in it prepare_row for each row, run, and
+// add_outputs for each row.
 template <class T>
 struct Experts {
   const PreparedExperts* p = nullptr;
@@ -161,7 +162,7 @@ struct Experts {
       const int64_t first = starts[e], rows = starts[e + 1] - first;
       if (!rows) continue;
       std::fill(calls_of_rows + first, calls_of_rows + first + rows, n);
-      calls[n++] = {&p->gate_up[e], &p->down[e], rows, p->F, rows_of<T>(to_up, first, rows, D),
+      calls[n++] = {&p->gate_up[e], &p->down[e], first, rows, p->F, rows_of<T>(to_up, first, rows, D),
                     rows_of<T>(to_down, first, rows, p->F), up + first * 2 * p->F, act + first * p->F,
                     product + first * D};
     }
@@ -172,13 +173,14 @@ struct Experts {
       tokens[places[c]] = c / p->k;
     }
     if (p->shared_F)
-      calls[n++] = {&p->gate_up[p->X], &p->down[p->X], M, p->shared_F, to_shared_up, to_shared_down, shared_up,
+      calls[n++] = {&p->gate_up[p->X], &p->down[p->X], 0, M, p->shared_F, to_shared_up, to_shared_down, shared_up,
                     shared_act, shared_product};
     *call_count = n;
   }
 
   // This thread's share of the products of all experts. of(call, multiply) calls multiply(layer, input, out). Threads
-  // share the work by what a block of 16 weight rows costs: reading it takes as long as multiplying a few rows of x.
+  // share the work by an estimate of what a block of 16 weight rows costs: the rows of x, and its bytes, which take as
+  // long as READING rows.
   template <class Of>
   void multiply_all(const Team& team, const Of& of) const {
     constexpr int64_t READING = 4;
@@ -223,7 +225,7 @@ struct Experts {
         const ExpertCall<T>& call = calls[calls_of_rows[row]];
         const T* from = x + tokens[row] * D;
         std::copy(from, from + D, sorted + row * D);
-        prepare_input<T>(*call.gate_up, call.to_up, row - (call.product - product) / D, 0, call.gate_up->groups());
+        prepare_input<T>(*call.gate_up, call.to_up, row - call.first, 0, call.gate_up->groups());
       }
     });
     team.barrier();

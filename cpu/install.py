@@ -189,7 +189,7 @@ def packed_type(model: nn.Module, module: nn.Module) -> type | None:
         return None
     if module is model.embedding and model.output is not None:  # it is looked up, never multiplied
         return None
-    N = module.out_features // module.experts
+    N = module.out_features // module.n_expert
     C = module.in_features
     if module.weight.dtype != torch.bfloat16 or N % LANES or C % GROUP:  # padding would enlarge it
         return None

@@ -86,7 +86,7 @@ class PackedLinear(MatrixLayer):
         """exact: do not quantize the activations. empty: a function like torch.empty, which makes
         the memory for packed weights."""
         super().__init__(plain.in_features, plain.out_features)
-        self.experts = plain.experts
+        self.n_expert = plain.n_expert
         self.register_buffer("bias", plain.bias)
         if isinstance(plain, StackedLinear):
             # A piece that is not quantized is not packed.
@@ -106,7 +106,7 @@ class PackedLinear(MatrixLayer):
             format = plain.stored_as
             groupsize = plain.groupsize
             weight = empty((packed_bytes(plain),), dtype=torch.uint8)
-            parts = [pad_experts(part, plain.experts) for part in plain.parts().values()]
+            parts = [pad_experts(part, plain.n_expert) for part in plain.parts().values()]
             torch.ops.fastpath.pack_layer(format, parts, C, groupsize, weight)
         else:
             weight = plain.weight.detach().contiguous()
@@ -162,9 +162,9 @@ class PackedEmbedding(PackedLinear):
 
 def packed_rows(plain: MatrixLayer) -> int:
     """The rows of a matrix when it is packed: each expert of a layers.ExpertStack begins a new block."""
-    if plain.experts == 1:
+    if plain.n_expert == 1:
         return plain.out_features
-    return plain.experts * blocks_of(plain.out_features // plain.experts) * LANES
+    return plain.n_expert * blocks_of(plain.out_features // plain.n_expert) * LANES
 
 
 def pad_experts(part: Tensor, experts: int) -> Tensor:

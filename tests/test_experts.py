@@ -165,7 +165,7 @@ def test_a_kernel_of_each_format_equals_torch(format, exact):
     groupsize = FORMATS[format].groupsizes[0] or 32
     layer.gate_up = quantized(format, X * 2 * N, D, groupsize, False, torch.float32, seed=1)[0]
     layer.down = quantized(format, X * D, N, groupsize, False, torch.float32, seed=2)[0]
-    layer.gate_up.experts = layer.down.experts = X
+    layer.gate_up.n_expert = layer.down.n_expert = X
 
     dtype = torch.float32 if exact else torch.bfloat16
     x = numbers(2, 7, D, dtype=dtype)
@@ -180,7 +180,7 @@ def test_gate_and_up_may_have_different_formats():
     formats = ["q4_k", "q6_k"]
     pieces = [quantized(f, X * N, D, 256, False, torch.float32, seed=i)[0] for i, f in enumerate(formats)]
     for piece in pieces:
-        piece.experts = X
+        piece.n_expert = X
     layer.gate_up = StackedLinear(pieces, None)
 
     x = numbers(1, 9, D)
@@ -202,7 +202,7 @@ def test_one_of_the_stacks_may_be_packed(packed):
     layer = sparse_layer("33-8")
     stack = layer.get_submodule(packed)
     plain = quantized("int8", stack.out_features, stack.in_features, 32, False, torch.float32)[0]
-    plain.experts = layer.X
+    plain.n_expert = layer.X
     layer.set_submodule(packed, plain)
     x = numbers(1, 40, 96)
     expected = copy.deepcopy(layer)(x, positions(1, 40))

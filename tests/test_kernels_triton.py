@@ -273,7 +273,7 @@ def sparse_layer(case):
         stack = getattr(plain, name)
         if format is not None:
             layer, matrix = quantized(format, stack.out_features, stack.in_features, group, False, dtype, seed=X)
-            layer.experts = X
+            layer.n_expert = X
             layer = kt.PackedLinear(layer)
             stack.weight.copy_(matrix)
         else:
@@ -360,7 +360,7 @@ def test_experts_whose_gate_and_up_have_different_formats_run_in_the_loop():
     plain = layer_of(Config(1, 2, 1, 20, D, 44, 97, 64, experts=Experts((0,), X, 2, hidden, True, 0)))
     pieces = [quantized(format, X * hidden, D, 32, False, F32, seed=1)[0] for format in ("int4", "int8")]
     for piece in pieces:
-        piece.experts = X
+        piece.n_expert = X
     plain.gate_up = StackedLinear(pieces, None)
     ours = copy.deepcopy(plain).to(DEVICE)
     ours.gate_up = StackedLinear([kt.PackedLinear(piece.to(DEVICE)) for piece in ours.gate_up], None)

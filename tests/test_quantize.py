@@ -468,7 +468,7 @@ def test_gptq_of_experts(tmp_path, monkeypatch, capsys):
     save_file(weights, source / "model.safetensors")
     for mode in ("int4", "int4-gptq"):
         quantize_checkpoint(source, tmp_path / mode, Quantization(mode, 32, "none"))
-    rounded = "no token of the calibration text chose these experts, which are rounded: 4 of layer 2\n"
+    rounded = "no token of the calibration text chose these, which are rounded: expert 4 of layer 2\n"
     assert capsys.readouterr().err.endswith(rounded)
 
     model, nearest, ours = (read_model(tmp_path / name, torch.float32) for name in ("x", "int4", "int4-gptq"))

@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import sys
 import tokenize
 from contextlib import nullcontext
@@ -20,8 +21,11 @@ from conftest import ROOT
 from packaging.requirements import Requirement
 from test_house import FILES, PATHS, PROGRAMS
 
+from formats import Quantization
 from generate import parse_arguments
+from report import roofline
 from sources.families import FAMILIES
+from sources.hf_directory import hf_config
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
 PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
@@ -340,7 +344,7 @@ def experts_numbers():
             yield shown, row[f"{name}_bytes_per_token"] / 1e6
         for shown, name in zip(cells[4:6], ("sparse", "dense"), strict=True):
             yield shown, 1e3 * row[f"{name}_step_s"]
-        yield cells[6], row["over_dense"]
+        yield from zip(re.findall(r"[\d.]+", cells[6]), (row["over_dense"], *row["over_dense_spread"]), strict=True)
     beside = results("decode_experts", page)
     ours = [row for row in beside["rows"] if row["name"].startswith("fastpath")]
     best = [pair for pair in beside["ratios"] if pair["peer"] == "the best peer"]
@@ -368,6 +372,20 @@ def test_tables_say_what_was_measured(numbers):
     found = list(numbers())
     assert len(found) >= 15
     for said, value in found:
-        digits = re.search(r"\d+(?:\.(\d+))?", said)
-        half = 0.5 * 10 ** -len(digits[1] or "")
-        assert abs(float(digits[0]) - value) <= half * (1 + 1e-9), f"{said} is {value}"
+        check_rounded(said, value)
+
+
+def check_rounded(said: str, value: float):
+    digits = re.search(r"\d+(?:,\d+)*(?:\.(\d+))?", said)
+    half = 0.5 * 10 ** -len(digits[1] or "")
+    assert abs(float(digits[0].replace(",", "")) - value) <= half * (1 + 1e-9), f"{said} is {value}"
+
+
+def test_bounds_of_a_model_with_experts(tmp_path):
+    shutil.copyfile(ROOT / "tests/data/configs/transformers5__Qwen3.5-35B-A3B.json", tmp_path / "config.json")
+    quantization = Quantization("q4_k", 256, "q6_k")
+    for cells in table("docs/experts.md", "| rows | weights"):
+        bound = roofline(hf_config(tmp_path), 80e9, context=2048, rows=int(cells[0]), quantization=quantization)
+        check_rounded(cells[1], bound["weight_bytes_per_token"] / 1e6)
+        check_rounded(cells[2], (bound["kv_bytes_per_token"] + bound["state_bytes_per_token"]) / 1e6)
+        check_rounded(cells[3], bound["bound_tokens_per_s"])

@@ -172,7 +172,7 @@ def test_the_report_of_a_model_with_experts(sparse, tmp_path, capsys, monkeypatc
     assert experts["expert_bytes_per_token"] == 4 * EXPERT, "two experts in each of two layers"
     [line] = [line for line in said.splitlines() if line.startswith("experts: ")]
     sizes = f"each token reads {4 * EXPERT / 1e6:.1f} MB of them; all weights have"
-    assert sizes in line and f"the busiest expert has {experts['busiest_expert']:.1f} times its even share" in line
+    assert sizes in line and f"the busiest expert has {experts['busiest_expert']:.1f} times its even share of 8" in line
     _, said = main(capsys, monkeypatch, *options[:-4], "--max_new_tokens", 1, "--kernels", "torch", "--report")
     assert "experts: " not in said, "nothing was decoded"
 

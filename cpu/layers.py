@@ -167,11 +167,11 @@ def packed_rows(plain: MatrixLayer) -> int:
     return plain.n_expert * blocks_of(plain.out_features // plain.n_expert) * LANES
 
 
-def pad_experts(part: Tensor, experts: int) -> Tensor:
+def pad_experts(part: Tensor, n_expert: int) -> Tensor:
     """A part of a quantized matrix, with rows of zeros after those of each expert up to a whole block."""
-    if experts == 1:
+    if n_expert == 1:
         return part.contiguous()
-    rows = part.view(experts, -1, part.shape[1])  # (X,N,...)
+    rows = part.view(n_expert, -1, part.shape[1])  # (X,N,...)
     missing = -rows.shape[1] % LANES
     return F.pad(rows, (0, 0, 0, missing)).flatten(0, 1) if missing else part.contiguous()
 

@@ -10,7 +10,7 @@ from conftest import only_torch
 
 from config import Config, Experts
 from cpu.install import CpuInstaller
-from experts import SparseMLP
+from experts import PREFILL_ROWS, SparseMLP
 from formats import FORMATS, Quantization, StackedLinear, dense_layer, quantize_model
 from kernels import has_kernel
 from layers import ExpertStack
@@ -233,6 +233,25 @@ def test_the_bits_of_a_token_do_not_depend_on_others_or_on_threads(mode):
     parts = [slice(0, 1), slice(1, 6), slice(6, 50), slice(50, 61)]
     found = [model(tokens[1:2, part], where[1:2, part], rows, all_logits=True) for part in parts]
     assert torch.equal(torch.cat(found, 1)[0], whole[1])
+
+
+@pytest.mark.parametrize("D, sizes", [(130, (33, 3, 72)), (512, (20, 2, 200))])
+def test_no_product_of_a_prefill_has_few_rows(monkeypatch, D, sizes):
+    """torch sums in another order for a few rows, so an expert's products would depend on how many tokens it has."""
+    layer = layer_of(Config(**SIZES, dim=D, max_seq_length=128, experts=Experts((0, 2), *sizes)))
+    rows = []
+    multiply = ExpertStack.multiply_expert
+
+    def watch(stack, x, e):
+        rows.append(x.shape[-2])
+        return multiply(stack, x, e)
+
+    monkeypatch.setattr(ExpertStack, "multiply_expert", watch)
+    x = numbers(2, 61, D, seed=5)
+    whole = layer(x, positions(2, 61))
+    part = layer(x[1:, :33], positions(1, 33))
+    assert min(rows) >= PREFILL_ROWS and max(rows) < 61
+    assert_near(part, whole[1:, :33])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -55,7 +55,7 @@ class SparseMLP(nn.Module):
         self.down = ExpertStack(experts.hidden_dim, config.dim, self.X)
         self.shared = shared
         self.shared_gate = None if shared is None else Router(config.dim, 1)
-        # What a kernels.Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the whole layer
+        # What a kernels.Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the layer
         self.run: Callable | None = None
         self.max_run_tokens = 0  # it takes passes of up to this many new tokens per row
         self._register()

@@ -17,7 +17,7 @@ that later prompts reuse a common prefix (prefix caching).
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -318,6 +318,10 @@ class Engine:
         self.finished: list[Request] = []
         self.released: list[int] = []  # rows
 
+        # For watchdog.py: the step that is running, or was the last one
+        self.plan = Plan()
+        self.step_started: float | None = None  # time.perf_counter(); None while no step is running
+
         self.decoding = decoding or PlainDecoding()
         self.decoding.begin(self)
 
@@ -346,9 +350,10 @@ class Engine:
     @torch.no_grad()  # not inference_mode, which breaks compiled graphs
     def step(self) -> list[Request]:
         """Do one step, and return the requests that have ended since the last step."""
-        plan = self._plan()
-        self.ranks.share(lambda: plan)
-        self._run(plan)
+        with self._timed():
+            plan = self._plan()
+            self.ranks.share(lambda: plan)
+            self._run(plan)
 
         finished = self.finished
         self.finished = []
@@ -373,12 +378,13 @@ class Engine:
     def follow(self):
         """Do what rank 0 does, until it closes its engine."""
         while (plan := self.ranks.share()) is not None:
-            for row in [self.rows[index] for index in plan.released]:
-                if row.request is not None:
-                    self._finish(row.request, "cancelled", row)
-            for admitted in plan.admitted:
-                self._start(*admitted)
-            self._run(plan)
+            with self._timed():
+                for row in [self.rows[index] for index in plan.released]:
+                    if row.request is not None:
+                        self._finish(row.request, "cancelled", row)
+                for admitted in plan.admitted:
+                    self._start(*admitted)
+                self._run(plan)
 
             # Rank 0 returns the finished requests, and its next plan has the released rows.
             self.finished = []
@@ -388,6 +394,15 @@ class Engine:
         """End the other ranks' `follow`."""
         if self.ranks.rank == 0:
             self.ranks.share(lambda: None)
+
+    @contextmanager
+    def _timed(self):
+        """A context that runs a step, so that watchdog.py sees when it has started."""
+        self.step_started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.step_started = None
 
     def _plan(self) -> Plan:
         """End cancelled requests, give free rows to waiting ones, and choose what to read."""
@@ -478,6 +493,7 @@ class Engine:
 
     def _run(self, plan: Plan):
         """Do the two passes of a step: prefill and decode."""
+        self.plan = plan
         self.steps = self.next_steps
         if plan.chunk:
             # The results of torch's own products may depend on the number of threads.

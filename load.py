@@ -32,6 +32,7 @@ from engine import Engine, EngineOptions, SingleProcess
 from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS, Installer
 from model import WHOLE_MODEL, Transformer, state_bytes
+from watchdog import watch
 
 DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "mtp", "medusa", "medusa:FILE", "int4-self", "none")
 KERNEL_CHOICES = ("auto", "avx2", "torch")
@@ -318,6 +319,7 @@ def load_engine(
     how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, decoding, how)
+    watch(engine)
     if config.is_longrope and ranks.rank == 0:
         kind = "long" if config.has_long_factors(length) else "short"
         original = f"the original context is {config.short_context}"

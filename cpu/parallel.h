@@ -5,14 +5,15 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
+#include "barrier.h"
 #include "vectors.h"
 
-// The OpenMP runtime that torch has loaded. Its functions are called directly, without pragmas, so that
-// any compiler will do and the threads are those of torch. GOMP_parallel calls function(argument) on
-// `threads` threads (flags: 0).
+// The OpenMP runtime that torch has loaded. Its functions are called directly, without pragmas, so that any compiler will
+// do and the threads are torch's: a second pool would compete with it for the processors wherever torch's operations
+// alternate with ours. GOMP_parallel calls function(argument) on `threads` threads (flags: 0). Between regions its
+// threads sleep without a time limit; if one of them misses its wake-up, watchdog.py wakes it.
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* argument, unsigned threads, unsigned flags);
 int omp_get_thread_num();
@@ -23,29 +24,7 @@ int omp_in_parallel();
 
 namespace fastpath {
 
-constexpr int SPINS = 2000;  // iterations of about 25 ns that a thread waits awake for the others
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
-
-// The threads of a parallel region wait for each other here. A waiting thread spins for some 50 us,
-// which is nearly always enough, and then sleeps: if another program occupies a processor, the thread
-// that is late may need this one.
-class Barrier {
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> phase{0};
-
- public:
-  void wait(int threads) {
-    const int now = phase.load(std::memory_order_acquire);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      arrived.store(0, std::memory_order_relaxed);
-      phase.store(now + 1, std::memory_order_release);
-      return phase.notify_all();
-    }
-    for (int i = 0; i < SPINS; i++, _mm_pause())
-      if (phase.load(std::memory_order_acquire) != now) return;
-    phase.wait(now, std::memory_order_acquire);
-  }
-};
 
 // The threads of a parallel region, as one of them sees it. All of them call the same functions.
 struct Team {
@@ -78,7 +57,7 @@ void parallel(bool serial, const Work& work) {
     Region& region = *(Region*)argument;
     const Team team{omp_get_thread_num(), omp_get_num_threads(), &region.barrier};
     region.work(team);
-    team.barrier();  // OpenMP's own at the end of a region never sleeps
+    team.barrier();  // so that no thread waits long at OpenMP's own barrier, at the end of the region
   };
   GOMP_parallel(run, &region, threads, 0);
 }

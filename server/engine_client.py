@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from starlette.requests import ClientDisconnect
 
+from cli import print_status
 from grammar import TOO_COMPLEX
 from server.api import Choice, CompletionRequest
 from server.metrics import Metrics
@@ -44,7 +45,11 @@ class EngineClient:
         unfinished = self.metrics.add_gauge("requests_unfinished", "Requests that wait or run")
         unfinished.set_function(lambda: len(self.receivers))
         self.state = "starting"  # then the state of the latest EngineStatus, or "broken"
-        self.last_heard = 0.0
+        self.last_heard = time.monotonic()  # when the latest EngineStatus came
+        age = self.metrics.add_gauge(
+            "last_step_age_seconds", "Since the engine's last step; it does one in 0.25 s if idle"
+        )
+        age.set_function(lambda: time.monotonic() - self.last_heard)
         self.slowest_step_s = 0.0
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
 
@@ -164,10 +169,16 @@ class EngineClient:
         return self.state == "ended" and not self.in_use
 
     async def _watch_engine(self):
+        was_broken = False
         while True:
             await asyncio.sleep(1)
-            if self.health() == "broken":  # the engine may hang in a step forever, or go on later
+            is_broken = self.health() == "broken"
+            if is_broken:  # the engine may hang in a step forever, or go on later
                 self._fail_all()
+            if is_broken and not was_broken:
+                silent_s = time.monotonic() - self.last_heard
+                print_status(f"the engine has sent nothing for {silent_s:.0f} s; until it does, /health answers 503")
+            was_broken = is_broken
 
     def _fail_all(self):
         for stream in self.open_streams:

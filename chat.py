@@ -427,7 +427,9 @@ def chat(session: Session, first: Iterable[str] = ()):
 
     first: messages that are sent before the input is read.
     """
-    sys.stdin.reconfigure(errors="replace", newline="\n")  # bytes that are not UTF-8 become U+FFFD
+    # Bytes that are not UTF-8 become U+FFFD. Piped text may begin with a byte order mark.
+    encoding = None if sys.stdin.isatty() else "utf-8-sig"
+    sys.stdin.reconfigure(encoding=encoding, errors="replace", newline="\n")
     if sys.stdin.isatty():
         print_welcome(session)
         start_readline()

@@ -316,7 +316,7 @@ def safetensors_header(path: Path) -> dict[str, dict]:
             return header
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 

@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict:
     """The JSON object in a file. UserError if the file holds something else or cannot be read."""
     check_is_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:

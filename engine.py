@@ -480,16 +480,29 @@ class Engine:
             return {}
         if not (decoding or self.options.always_chunk):
             most = max(1, PREFILL_TOKENS // len(reading))
-            if self.model.longest_pass is not None:
-                most = min(most, self.model.longest_pass)
-            return {row.index: min(most, row.readable) for row in reading}
+            return {row.index: self._pass_tokens(row, most) for row in reading}
 
         # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.
         order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
         for row in order[1:]:
             row.waited += 1
         chunk_tokens = self.options.chunk_tokens or CHUNK_TOKENS
-        return {order[0].index: min(chunk_tokens, order[0].readable)}
+        return {order[0].index: self._pass_tokens(order[0], chunk_tokens)}
+
+    def _pass_tokens(self, row: Row, most: int) -> int:
+        """How many tokens of a row's prompt to read, about `most`.
+
+        A recurrent state can be saved DELTA_WINDOW tokens before the end of a pass, so passes end there
+        after each multiple of the snapshots' interval.
+        """
+        interval = self.model.snapshot_interval
+        if interval is not None:
+            done = len(row.tokens)
+            next_multiple = max(1, (done - DELTA_WINDOW) // interval + 1) * interval
+            left = next_multiple + DELTA_WINDOW - done
+            if left <= most + DELTA_WINDOW:  # at the beginning, so that no short pass is needed
+                most = left
+        return min(most, row.readable)
 
     def _run(self, plan: Plan):
         """Do the two passes of a step: prefill and decode."""

@@ -114,9 +114,9 @@ class Transformer(nn.Module):
 
         self.backend = Backend()  # what an Installer returns replaces it
         self.cache_size = (0, 0)  # rows and slots of each row, from setup_caches
-        # The most tokens of a row in one pass over a prompt, so that snapshots can be taken between
-        # passes; None means any number.
-        self.longest_pass: int | None = None
+        # Snapshots of recurrent states are taken between passes, at multiples of this many tokens; None
+        # if there are no such states
+        self.snapshot_interval: int | None = None
         self.expert_counts: Tensor | None = None  # (sparse layers, X+1), from setup_caches: see SparseMLP.set_counts
         self.snapshots = None  # a recurrent.Snapshots, from setup_caches, if there are recurrent states
 
@@ -149,13 +149,13 @@ class Transformer(nn.Module):
         self._make_expert_counts()
         recurrent = [state for state in self.states if not isinstance(state, KVCache)]
         if recurrent:
-            from recurrent import DELTA_WINDOW, SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
+            from recurrent import SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
 
             # The number follows from the sizes of the whole model, so that all ranks have the same.
             kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
             slots = snapshot_slots(self.config, max_batch_size, T, kv_bytes, self.dtype, snapshot_bytes)
             self.snapshots = Snapshots(recurrent, slots, max_batch_size)
-            self.longest_pass = SNAPSHOT_INTERVAL + DELTA_WINDOW
+            self.snapshot_interval = SNAPSHOT_INTERVAL
 
     def _make_expert_counts(self):
         sparse = [block.experts for block in self.all_blocks if block.experts is not None]

@@ -57,8 +57,6 @@ class SamplingParams:
                     raise ValueError(f"{name} must be an integer from {low} to {high}: {value!r}")
             elif not (is_int or isinstance(value, float)) or not low <= value <= high:
                 raise ValueError(f"{name} must be a number from {low} to {high}: {value!r}")
-        if self.min_p == 1:
-            raise ValueError("min_p must be below 1")
         if not all(type(token) is int and abs(bias) <= MAX_BIAS for token, bias in self.logit_bias):
             raise ValueError(f"logit_bias must have pairs of a token id and a number from -{MAX_BIAS} to {MAX_BIAS}")
 

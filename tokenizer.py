@@ -168,6 +168,7 @@ class TextStream:
         self.shown = {i: self.vocabulary.name(i).encode() for i in shown_ids}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
+        self.space = b""  # others put one after each word; that after the last word is dropped
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
@@ -189,6 +190,10 @@ class TextStream:
             self.started = True
             if self.vocabulary.begins_with_space:
                 data = data.removeprefix(b" ")
+        if self.vocabulary.ends_with_space:
+            data = self.space + data
+            self.space = b" " if data.endswith(b" ") else b""
+            data = data.removesuffix(b" ")
         return self.decoder.decode(data, final=last)
 
 
@@ -520,6 +525,9 @@ class JsonVocabulary:
         # Whether the decoder drops the space before the first token. U+2581 stands for a space.
         words = ("x", "\u2581x")
         self.begins_with_space = any(self.join(["x", w]) == "x x" and self.join([w]) == "x" for w in words)
+        # Whether "</w>" at the end of a token is a space, which the decoder drops after the last token
+        space = self.join(["x</w>", "x"]) == "x x" and self.join(["x</w>"]) == "x"
+        self.ends_with_space = space or "BPEDecoder" in kinds
 
     def encode(self, text: str) -> list[int]:
         # Unlike `encode`, this lets other threads work meanwhile, and computes no positions.
@@ -546,6 +554,8 @@ class JsonVocabulary:
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
             if byte:
                 return bytes.fromhex(byte[1])
+        if self.ends_with_space:
+            return self.join(["x", token, "x"])[1:-1].encode()
         return self.join(["x", token]).removeprefix("x").encode()
 
 
@@ -571,6 +581,8 @@ class SentencePieceVocabulary:
     split at them first. The library also puts a space before every text that it encodes. After an
     added token, only vocabularies that transformers calls `legacy` have this space.
     """
+
+    ends_with_space = False
 
     def __init__(self, data: bytes, config: dict):
         from sentencepiece import SentencePieceProcessor

@@ -222,7 +222,10 @@ def can_fuse(config: Config) -> bool:
 def prepare_experts(experts: nn.Module, dtype: torch.dtype):
     """Let the kernels run a sparse layer; in prefill only if any of its weights are packed, or if torch's
     products are slower."""
-    experts.run = PreparedExperts(experts, dtype)
+    layers = [experts.router, experts.gate_up, experts.down]
+    if experts.shared is not None:
+        layers += [experts.shared_gate, experts.shared.gate_up, experts.shared.down]
+    experts.run = PreparedExperts(layers, experts.X, experts.k, experts.normalized, dtype)
     stacks = [experts.gate_up, experts.down]
     is_packed = any(isinstance(stack, PackedLinear) for stack in stacks)
     takes_prefill = is_packed or all(prefills_fast(stack) for stack in stacks)
@@ -238,12 +241,16 @@ class FusedBlocks:
     """
 
     def __init__(self, blocks: Iterable[Block], dtype: torch.dtype):
+        self.arguments = (blocks, dtype)
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
         self.modules = [block.attention._modules for block in blocks if block.attention is not None]
         self.experts = [block.experts for block in blocks if block.experts is not None]
         self.states = [(block.state, state_names(block.state)) for block in blocks if block.attention is None]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
+
+    def __reduce__(self):  # a copy gets handles of its own
+        return FusedBlocks, self.arguments
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
         tables = [rope for rope in ropes if rope is not None]  # (cos, sin) each; empty with ALiBi
@@ -276,10 +283,14 @@ class DraftKeys:
     as FusedBlocks does."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype):
+        self.arguments = (layer, dtype)
         self.block = prepare_block(layer.block, dtype, only_keys=True)
         self.proj = prepare(layer.proj)
         self.norms = [layer.embedding_norm.weight.float(), layer.hidden_norm.weight.float()]
         weakref.finalize(self, torch.ops.fastpath.release_blocks, [self.block]).atexit = False
+
+    def __reduce__(self):  # a copy gets a handle of its own
+        return DraftKeys, self.arguments
 
     def __call__(self, layer, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None):
         attention = layer.block.attention

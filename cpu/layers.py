@@ -52,19 +52,16 @@ class PreparedExperts:
     """The experts of a sparse layer that the kernels have registered under a handle, which is released
     with this object. It runs the layer for experts.SparseMLP.run."""
 
-    def __init__(self, experts: nn.Module, dtype: torch.dtype):
-        """dtype: of the activations."""
-        self.arguments = (experts, dtype)
-        shared = experts.shared
-        router = prepare(experts.router)
-        layers = [router, prepare(experts.gate_up), prepare(experts.down)]
-        if shared is not None:
-            layers[0] = PreparedLayer("stack_layers", [router, prepare(experts.shared_gate)], None)
-            layers += [prepare(shared.gate_up), prepare(shared.down)]
-        sizes = [experts.X, experts.k, experts.gate_up.in_features, experts.down.in_features]
-        sizes.append(0 if shared is None else shared.down.in_features)
-        handles = [layer.handle for layer in layers]  # the experts keep the layers when released
-        self.handle = torch.ops.fastpath.prepare_experts(handles, sizes, experts.normalized, dtype)
+    def __init__(self, layers: list[nn.Module], X: int, k: int, normalized: bool, dtype: torch.dtype):
+        """layers: router, gate_up, down, and with a shared expert its gate, gate_up and down. X experts,
+        of which each token uses k. dtype: of the activations."""
+        self.arguments = (layers, X, k, normalized, dtype)  # not the SparseMLP: a copy of it contains this copy
+        router, gate_up, down, *shared = map(prepare, layers)
+        if shared:
+            router = PreparedLayer("stack_layers", [router, shared[0]], None)
+        sizes = [X, k, layers[1].in_features, layers[2].in_features, layers[-1].in_features if shared else 0]
+        handles = [layer.handle for layer in (router, gate_up, down, *shared[1:])]  # the experts keep the layers
+        self.handle = torch.ops.fastpath.prepare_experts(handles, sizes, normalized, dtype)
         weakref.finalize(self, torch.ops.fastpath.release_experts, [self.handle]).atexit = False
 
     def __reduce__(self):  # a copy gets a handle of its own

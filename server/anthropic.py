@@ -263,7 +263,7 @@ def parse_message(model: ServedModel, body: dict) -> CompletionRequest:
     """Parse a body of /v1/messages."""
     fields = FieldReader(body)
     max_tokens = fields.read("max_tokens", int, None, 1)
-    return model.parse_translated(chat_body(fields), ANTHROPIC_NAMES, max_tokens, "msg")
+    return model.parse_translated(chat_body(fields) | {"max_tokens": max_tokens}, ANTHROPIC_NAMES, "msg")
 
 
 def count_tokens(model: ServedModel, body: dict) -> dict:

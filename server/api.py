@@ -204,10 +204,11 @@ class ServedModel:
         return ApiError(text, 404, "model", "model_not_found")
 
     def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
-        """Return the number of tokens that may follow a prompt: max_tokens, or if that is None as
-        many as fit into the context. ApiError if the prompt and max_tokens do not fit.
+        """Return the number of tokens that may follow a prompt: max_tokens, but no more than fit into
+        the context, because many clients send a fixed number. None: as many as fit. ApiError if the
+        prompt does not fit, or fills the context, so that no token can follow.
 
-        param: the field of the prompt. low: the fewest new tokens.
+        param: the field of the prompt. low: the fewest new tokens if max_tokens is None.
         """
         too_long = "context_length_exceeded"
         try:
@@ -217,14 +218,10 @@ class ServedModel:
             raise ApiError(str(error), param=param, code=code) from None
 
         room = self.context_length - len(prompt)
-        new = room if max_tokens is None else max_tokens
-        if new > room or new < low:
-            if room >= low:
-                param = "max_tokens"
-            needed = f"the prompt has {len(prompt)} and {new} more were requested"
-            text = f"the context has {self.context_length} tokens; {needed}"
+        if room < (low if max_tokens is None else min(max_tokens, 1)):
+            text = f"the prompt has {len(prompt)} tokens, as many as the context, so no token can follow"
             raise ApiError(text, param=param, code=too_long)
-        return new
+        return room if max_tokens is None else min(max_tokens, room)
 
     def parse_completion(self, body: dict) -> CompletionRequest:
         """Parse a body of /v1/completions."""
@@ -319,23 +316,17 @@ class ServedModel:
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
         return CompletionRequest(response_id, choices, n, is_chat=True, **options)
 
-    def parse_translated(
-        self, body: dict, names: dict[str, str], max_tokens: int | None, kind: str
-    ) -> CompletionRequest:
+    def parse_translated(self, body: dict, names: dict[str, str], kind: str) -> CompletionRequest:
         """Parse a body of /v1/chat/completions that a request of another API was translated to.
 
-        names: the other API's names of fields, for ApiError.renamed. max_tokens may be more than
-        fits into the context, because clients of these APIs send fixed values: the answer ends
-        where the context does. kind: the beginning of the response's id.
+        names: the other API's names of fields, for ApiError.renamed. kind: the beginning of the
+        response's id.
         """
         try:
             completion = self.parse_chat(body)
         except ApiError as error:
             raise error.renamed(names) from None
 
-        request = completion.choices[0].request
-        if max_tokens is not None:
-            request.max_new_tokens = min(request.max_new_tokens, max_tokens)
         completion.id = f"{kind}_{completion.id.partition('-')[2]}"
         return completion
 

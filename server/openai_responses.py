@@ -104,8 +104,8 @@ def parse_response(model: ServedModel, kept: KeptResponses, body: dict) -> Compl
     max_tokens = fields.read("max_output_tokens", int, None, 1)
     is_kept = fields.read("store", bool, True)
     turn = Turn(read_repeated(fields) | {"max_output_tokens": max_tokens}, [], is_kept)
-    chat = read_chat(fields, kept, turn)
-    completion = model.parse_translated(chat, RESPONSES_NAMES, max_tokens, "resp")
+    chat = read_chat(fields, kept, turn) | {"max_tokens": max_tokens}
+    completion = model.parse_translated(chat, RESPONSES_NAMES, "resp")
 
     completion.turn = turn
     params = completion.choices[0].request.params

@@ -78,7 +78,7 @@ BOTH = [  # (fields, the one that is refused)
     ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
-    ({"min_p": 1}, "min_p"),
+    ({"min_p": 1.01}, "min_p"),
     ({"min_p": -1}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"frequency_penalty": 1e9}, "frequency_penalty"),
@@ -88,12 +88,9 @@ BOTH = [  # (fields, the one that is refused)
     ({"max_tokens": -2}, "max_tokens"),
     ({"max_completion_tokens": -2}, "max_completion_tokens"),
     ({"n_predict": -2}, "n_predict"),
-    ({"n_predict": CONTEXT}, "max_tokens"),
     ({"max_tokens": 1.0}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
-    ({"max_tokens": 2**63}, "max_tokens"),
     ({"max_completion_tokens": "1"}, "max_completion_tokens"),
-    ({"max_tokens": CONTEXT}, "max_tokens"),
     ({"stop": ["a"] * 129}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stop": [None]}, "stop"),
@@ -168,7 +165,7 @@ COMPLETIONS = [
     ({"prompt": [700]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [2**70]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"),
     ({"prompt": [[5], "a", [None]]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "max_tokens"), ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
+    ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "prompt"), ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
     ({"prompt": "a\ud800"}, "prompt"), ({"prompt": [[5]] * 129}, "prompt"), ({"prompt": [[5]] * 65, "n": 2}, "n"),
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip
@@ -311,8 +308,21 @@ def test_a_context_that_is_exactly_full(model):
     fits = model.parse_completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 1000})
     assert engine_request(fits).max_new_tokens == CONTEXT - 1000
     model.parse_completion({"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 0})
-    with pytest.raises(ApiError, match=f"the context has {CONTEXT} tokens; the prompt has 1000 and 601 more"):
-        model.parse_completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 999})
+    with pytest.raises(ApiError, match=f"the prompt has {CONTEXT} tokens, as many as the context") as caught:
+        model.parse_completion({"prompt": [5] * CONTEXT})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "prompt", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("max_tokens", [CONTEXT - 999, CONTEXT, 32000, 2**63])
+def test_more_tokens_than_fit_are_cut(model, max_tokens):
+    """In all four APIs, by each name of the field. The engine then ends with the finish reason length."""
+    parsers = [(model.parse_completion, name, {"prompt": [5] * 1000}) for name in ("max_tokens", "n_predict")]
+    parsers += [(model.parse_chat, name, {"messages": MESSAGES}) for name in ("max_tokens", "max_completion_tokens")]
+    parsers.append((partial(parse_message, model), "max_tokens", {"messages": MESSAGES[1:]}))
+    parsers.append((partial(parse_response, model, KeptResponses()), "max_output_tokens", {"input": MESSAGES}))
+    for parse, name, body in parsers:
+        request = engine_request(parse(body | {name: max_tokens}))
+        assert request.max_new_tokens == min(max_tokens, CONTEXT - len(request.prompt))
 
 
 def test_ids_that_are_refused_by_their_own_parameter(model):

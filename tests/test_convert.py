@@ -520,6 +520,19 @@ def test_unneeded_tensors_are_skipped(hf, tiny, tmp_path):
     assert same(convert(open_hf(hf), tmp_path / "out", torch.float32), tiny("llama-gqa-biased")[2])
 
 
+def with_header(header: dict | bytes) -> bytes:
+    """A safetensors file with this header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(100_000)
+
+
+def damaged_entries(entry: dict):
+    """Entries of a header with offsets that are none."""
+    for offsets in ([], [0], [0, None], ["0", "8"], [8, 0], {}, None, 5, [[0], [8]], [0, 2**70], [-8, 0], [0.5, 8.5]):
+        yield entry | {"data_offsets": offsets}
+    yield from ({}, [], None, "x", {key: value for key, value in entry.items() if key != "data_offsets"})
+
+
 def test_damaged_safetensors(hf, tmp_path):
     path = hf / "model.safetensors"
     whole = path.read_bytes()
@@ -531,6 +544,12 @@ def test_damaged_safetensors(hf, tmp_path):
         (b"", "not a readable safetensors file"),
         (os.urandom(4096), "not a readable safetensors file"),
         (whole[:8] + b"}" + whole[9:], "not a readable safetensors file"),
+        *(
+            (with_header(header | {last: entry}), "not a readable safetensors file|is truncated")
+            for entry in damaged_entries(header[last])
+        ),
+        (with_header(b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "not a readable safetensors file"),
+        (with_header(b'{"a": ' * 200_000 + b"1" + b"}" * 200_000), "not a readable safetensors file"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=why):

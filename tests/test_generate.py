@@ -321,7 +321,7 @@ def test_a_line_says_which_factors_of_longrope_run(tiny, capsys, monkeypatch, fa
         (["--synthetic_prompt", "1" + "0" * 30], "the prompt has 10+ tokens, the context is 256"),
         (["--device", "meta"], "--device meta cannot be used here: known are cpu"),
         (["--checkpoint_path", "~nosuchuser/x"], "~nosuchuser/x does not exist"),
-        (["--min_p", "1"], "--min_p must be below 1"),
+        (["--min_p", "1.5"], "--min_p must be a number from 0 to 1: 1.5"),
         (["--temperature", "-0.5"], "--temperature must be a number from 0 to .*: -0.5"),
         (["--temperature", "inf"], "--temperature must be a number from 0"),
         (["--temperature", "warm"], "--temperature: invalid float value: 'warm'"),

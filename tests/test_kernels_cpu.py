@@ -1118,3 +1118,36 @@ def test_under_sanitizers(tmp_path, kernels):
     options = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
     out, err = start(tmp_path, code, **options).communicate(timeout=600)
     assert out == "clean\n", err[-3000:]
+
+
+# ---------------------------------------------------------------- copies of a model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3-gqa", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
+def test_a_copy_is_a_model_of_its_own(tiny, name, dtype):
+    """It computes the same bits, also without the original, and other weights change only the model they are in."""
+    model = load_model(tiny(name)[2], dtype=dtype)
+    model.setup_caches(2, 64)
+    assert model.backend.run_blocks is not None
+    inputs = torch.randint(0, 97, (2, 9)), torch.arange(9).expand(2, 9)
+    with torch.no_grad():
+        expected = model(*inputs)
+        clean = copy.deepcopy(model)
+        changed = copy.deepcopy(clean)
+        for parameter in [*changed.blocks.parameters(), *changed.blocks.buffers()]:
+            if parameter.dtype == dtype and parameter.dim() > 1:
+                parameter.mul_(1.5)
+        clear(clean, changed)
+        assert not torch.equal(changed(*inputs), expected)
+        assert torch.equal(clean(*inputs), expected)
+        del model, changed
+        gc.collect()
+        clear(clean)
+        assert torch.equal(clean(*inputs), expected)
+
+
+def clear(*models):
+    """Make the caches as if they had just been allocated."""
+    for model in models:
+        model.setup_caches(2, 64)

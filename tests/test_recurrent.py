@@ -399,6 +399,18 @@ def test_a_long_prefix_is_reused(model, always_chunk):
     assert answer(engine, prefix + one[::-1], 2).cached_tokens >= 1300 - DELTA_WINDOW
 
 
+@pytest.mark.parametrize("chunk_tokens", [64, 100, 128, 256, 529, 700, 4000])
+def test_the_first_snapshot_of_a_long_prompt(model, chunk_tokens):
+    """It is at position 512 for every size of chunk, and an edited prompt goes on from there or from the next one."""
+    engine = Engine(model, 1, 1500, options=EngineOptions(chunk_tokens=chunk_tokens, always_chunk=True))
+    [prompt] = random_prompts((1400,), seed=7)
+    answer(engine, prompt, 2)
+    positions = sorted(snapshot.position for snapshot in model.snapshots.rows[0])
+    assert positions[:2] == [512, 1024]
+    assert answer(engine, prompt[:900] + prompt[1000:], 2).cached_tokens == 512
+    assert answer(engine, prompt[:900] + prompt[1000:1200], 2).cached_tokens >= 900
+
+
 @pytest.mark.parametrize("chunk_tokens, rows", [(1, 1), (13, 3), (55, 2), (128, 2)])
 def test_a_system_prompt_is_read_twice(model, chunk_tokens, rows):
     """The second conversation takes a snapshot where it parts from the first, and the third goes on from there."""

@@ -106,6 +106,8 @@ PARAMS = [
     dict(top_p=0.4),
     dict(top_p=0.97, temperature=2.0),
     dict(min_p=0.1),
+    dict(min_p=1.0),  # the likeliest token, and those that are as likely
+    dict(min_p=1.0, temperature=1e-3, top_p=0.9),
     dict(top_k=9, top_p=0.8, min_p=0.05, temperature=0.6),
     dict(top_k=10_000),
     dict(top_p=1e-6),
@@ -556,7 +558,7 @@ def test_biases_that_are_refused(bias):
         dict(top_k=2.0),
         dict(top_p=-0.1),
         dict(top_p=1.1),
-        dict(min_p=1.0),
+        dict(min_p=1.01),
         dict(min_p=-0.1),
         dict(temperature=-1, min_p=1.0),
         dict(repetition_penalty=0.0),

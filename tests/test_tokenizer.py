@@ -313,3 +313,36 @@ def test_no_tokenizer_and_a_broken_one(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="tokenizer.json is not a readable tokenizer"):
         Tokenizer(tmp_path)
+
+
+WORDS = ["<unk>", "hel", "lo</w>", "world</w>", "a</w>", "\u00e9</w>", "b", "c", "\u2581y", "!", ".</w>"]
+DECODERS = {
+    "suffix": decoders.BPEDecoder(),
+    "another suffix": decoders.BPEDecoder("lo</w>"),
+    "in a sequence": decoders.Sequence([decoders.BPEDecoder("</w>")]),
+    "replaced and stripped": decoders.Sequence(
+        [decoders.Replace("</w>", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
+    ),
+    "Metaspace": decoders.Metaspace(),
+    "WordPiece": decoders.WordPiece("##", cleanup=True),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_spaces_of_every_decoder(tmp_path, name):
+    """Whole and token by token, also after a prompt, the text is that of transformers."""
+    library = Library(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    library.decoder = DECODERS[name]
+    library.save(str(tmp_path / "tokenizer.json"))
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    tokenizer = Tokenizer(tmp_path)
+    choose = random.Random(3)
+    for _ in range(300):
+        ids = [choose.randrange(1, len(WORDS)) for _ in range(choose.randrange(1, 8))]
+        text = oracle.decode(ids, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids) == text
+        cut = choose.randrange(len(ids))
+        stream = TextStream(tokenizer, ids[:cut])
+        pieces = [stream.add([i]) for i in ids[cut:]]
+        assert stream.context_text + "".join(pieces) + stream.add([], last=True) == text

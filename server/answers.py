@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from server.parameters import Types, ValueText
 from server.python_calls import ARGUMENT_START, PythonArguments
@@ -76,6 +76,7 @@ FENCE = re.compile(r"(?:```(?:json)?\s*)?")  # the opening of a code block, or n
 CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # first keys of calls
 MAX_NAME_AND_MIDDLE = 200  # characters
 MAX_KEY = 300  # characters of a key and the mark after it
+PIECE = 256  # characters that are read at once of what looks like a call within thoughts
 # The beginning of a call that is written as in Python, up to its first argument.
 PYTHON_START = re.compile(rf"({NAME_PATTERN})\s{{0,9}}\(\s{{0,99}}(?={ARGUMENT_START})")
 MAX_PYTHON_START = 500  # characters that PYTHON_START may match
@@ -103,6 +104,7 @@ class AnswerParser:
 
         self.text = ""  # received, but not read yet
         self.ended = False  # nothing will follow `text`
+        self.is_cut = False  # the limit of tokens has ended the answer
         self.received = 0  # characters
         self.content_end = 0  # characters up to the end of the latest content
         self.space = ""  # white space that is dropped if nothing but calls follows
@@ -121,6 +123,10 @@ class AnswerParser:
         self.value = ValueText(None)  # of the current argument
         self.is_first = True  # no argument of the current call has been read
         self.python = PythonArguments(())  # of the current call, if it is written as in Python
+
+        self.inner: AnswerParser | None = None  # reads what looks like a call within thoughts
+        self.inner_events: list[Event] = []
+        self.inner_seen = 0  # characters of `text` that `inner` has read
 
         self.openers: tuple[str, ...] = ()
         self.closers: tuple[str, ...] = ()
@@ -155,6 +161,7 @@ class AnswerParser:
         is_cut: the limit of tokens has ended the answer, so a call that has just begun is dropped.
         """
         self.ended = True
+        self.is_cut = is_cut
         before_call = (self._read_opening, self._read_name, self._read_object, self._read_python_call)
         if is_cut and self.read in before_call and not self.is_bare:
             self.text = ""
@@ -199,10 +206,50 @@ class AnswerParser:
         return True
 
     def _read_thoughts(self) -> bool:
-        before, mark = self._take_until(self.syntax.thinking[1:])
+        before, mark = self._take_until((*self.syntax.thinking[1:], *self.openers))
         self._emit(Reasoning, before)
         if not mark:
             return False
+        if mark in self.openers:
+            self.text = mark + self.text
+            self.inner = AnswerParser(replace(self.syntax, thinking=None, bare_calls=False), fits=self.fits)
+            self.inner_events = []
+            self.inner_seen = 0
+            self.read = self._read_call_in_thoughts
+            return True
+        return self._end_thoughts()
+
+    def _read_call_in_thoughts(self) -> bool:
+        """Read what looks like a call within thoughts. If the thoughts are closed after it, it is one of
+        them. If the model ends its answer without closing them, it is a call."""
+        if self.syntax.thinking[1] in self.text:
+            before, _ = self._take_until(self.syntax.thinking[1:])
+            self._emit(Reasoning, before)
+            return self._end_thoughts()
+
+        while self.inner_seen < len(self.text):
+            if self.inner_events and not self.inner.calls:  # it is no call
+                self._emit(Reasoning, self._take(1))
+                self.read = self._read_thoughts
+                return True
+            piece = self.text[self.inner_seen :][:PIECE]
+            self.inner_events += self.inner.add(piece)
+            self.inner_seen += len(piece)
+        if not self.ended:
+            return False
+
+        self.inner_events += self.inner.end(self.is_cut)
+        text = self._take(len(self.text))
+        if self.is_cut or not self.inner.has_whole_calls:
+            self._emit(Reasoning, text)
+            return False
+        for event in self.inner_events:
+            self.events.append(Reasoning(event.text) if isinstance(event, Content) else event)
+        self.calls = self.inner.calls
+        self.whole_calls = self.inner.whole_calls
+        return False
+
+    def _end_thoughts(self) -> bool:
         self._drop_space()
         self.read = self._read_after_thoughts
         return True

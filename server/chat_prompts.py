@@ -8,8 +8,11 @@ the messages; the tools. api.py reads the sampling parameters and the other fiel
 import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 
 from cli import UserError, print_status
 from grammar import ThinkingBudget
@@ -184,11 +187,9 @@ class ChatModel:
             described = []  # a template that is for tools alone needs a list
 
         try:
-            text = template.render(
+            text = render_somehow(
                 [self.message_for_template(message) for message in messages],
-                tools=described,
-                variables=variables,
-                continue_last=continues,
+                partial(template.render, tools=described, variables=variables, continue_last=continues),
             )
         except UserError as error:
             raise ApiError(self.without_path(error), param="messages") from None
@@ -397,6 +398,61 @@ class ChatModel:
         tools = [tool for tool in tools if tool.name in allowed]
         asks_for_one = isinstance(choice, dict) and choice["type"] == "function"
         return ToolChoice(tools, described, required, several and not asks_for_one)
+
+
+def render_somehow(messages: list[dict], render: Callable[[list[dict]], str]) -> str:
+    """The text of messages for a template, or of other messages that say the same if the template
+    refuses these, or leaves out a system message that is not the first message. UserError with the
+    template's reason for refusing the messages as they are if it refuses all."""
+    has_user = any(message["role"] == "user" for message in messages)
+    least = messages[1:] if has_user else messages  # templates may change a system message at the beginning
+    instructions = [message["content"].strip() for message in least if message["role"] == "system"]
+    texts = []
+    errors = []
+    for variant in variants(messages):
+        try:
+            texts.append(render(variant))
+        except UserError as error:
+            errors.append(error)
+            continue
+        if all(text in texts[-1] for text in instructions):
+            return texts[-1]
+    if not texts:
+        raise errors[0]
+    return texts[0]
+
+
+def variants(messages: list[dict]) -> Iterator[list[dict]]:
+    """Messages that say the same, for templates that know less and less: of several system messages at
+    the beginning, of later ones, of a conversation without a user's message, of two messages of the
+    user in a row, of system messages at all."""
+    yield messages
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    rest = messages[len(leading) :]
+    if len(leading) > 1:
+        text = "\n\n".join(message["content"] for message in leading)
+        leading = [leading[0] | {"content": text}]
+        yield leading + rest
+
+    rest = [message | {"role": "user"} if message["role"] == "system" else message for message in rest]
+    yield leading + rest
+    if all(message["role"] != "user" for message in rest):
+        rest = [{"role": "user", "content": ""}, *rest]
+        yield leading + rest
+    yield leading + with_joined_users(rest)
+    yield with_joined_users([message | {"role": "user"} for message in leading] + rest)
+
+
+def with_joined_users(messages: list[dict]) -> list[dict]:
+    """Messages in which those of the user that follow each other are one."""
+    joined = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            texts = [joined[-1]["content"], message["content"]]
+            joined[-1] = {"role": "user", "content": "\n\n".join(filter(None, texts))}
+        else:
+            joined.append(message)
+    return joined
 
 
 def read_answer(message: dict, name: str) -> tuple:

@@ -13,6 +13,7 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripted import served_model
 from servers import CONTEXT
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
@@ -22,7 +23,9 @@ import server.tools
 from checkpoint import read_config
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
+from server.anthropic import count_tokens, parse_message
 from server.api import ServedModel
+from server.openai_responses import KeptResponses, parse_response
 from server.parameters import ParameterFormat
 from server.pipe_messages import Update
 from server.request_fields import ApiError, FieldReader
@@ -1046,3 +1049,119 @@ def test_a_template_without_tools_refuses_them(served):
         model.parse_chat(REQUEST | {"tool_choice": "none"})
         result = {"role": "tool", "tool_call_id": "a", "content": "x"}
         assert refused(model, {"messages": [QUESTION, result]}) == "messages[1].role"
+
+
+# ---------------------------------------------------------------- system messages that templates refuse
+
+SYSTEM = [{"role": role, "content": f"{role} {i} ."} for i, role in enumerate(("system", "developer", "system"))]
+USER, ANSWER = {"role": "user", "content": "question one"}, {"role": "assistant", "content": "answer two"}
+LAST = {"role": "user", "content": "question three"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"id": "call00001", "type": "function", "function": {
+    "name": "f", "arguments": "{}"}}]}  # fmt: skip
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "result four"}
+CONVERSATIONS = {
+    "two at the beginning": [*SYSTEM[:2], USER],
+    "three at the beginning": [*SYSTEM, USER],
+    "a later one": [SYSTEM[0], USER, ANSWER, SYSTEM[1], LAST],
+    "one at the end": [USER, ANSWER, LAST, SYSTEM[0]],
+    "one after the first message": [USER, SYSTEM[1], ANSWER, LAST],
+    "two later ones": [SYSTEM[0], USER, SYSTEM[1], SYSTEM[2], ANSWER, LAST],
+    "nothing else": [SYSTEM[0]],
+    "no message of the user": [SYSTEM[0], ANSWER, SYSTEM[1]],
+}
+AFTER_COMPACTION = {
+    "a call and its result": [SYSTEM[0], CALLING, RESULT],
+    "the same with a later message": [SYSTEM[0], CALLING, RESULT, SYSTEM[1]],
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3", "qwen2.5", "llama-3.1", "mistral-nemo", "gemma-2", "smollm3"])
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_system_messages_anywhere(checkpoints, name, with_tools):
+    """Each text is in the prompt once, in the order of the messages. A template that takes them is not touched."""
+    model = served_model(checkpoints[None], SOURCES[name])
+    with_tools = with_tools and model.chat.tool_format is not None
+    cases = CONVERSATIONS | (AFTER_COMPACTION if with_tools and name == "qwen3.5" else {})
+    for case, messages in cases.items():
+        body = {"messages": messages} | ({"tools": [FIRST_TOOL]} if with_tools else {})
+        prompt = model.tokenizer.decode(engine_prompt(model.parse_chat(body)))
+        texts = [message["content"] for message in messages if message["content"]]
+        assert [prompt.count(text) for text in texts] == [1] * len(texts), case
+        places = [prompt.index(text) for text in texts]
+        if name in ("qwen3.5", "qwen3", "qwen2.5"):
+            assert places == sorted(places), case
+        plain = [
+            {**message, "role": "system" if message["role"] == "developer" else message["role"]} for message in messages
+        ]
+        if not with_tools and name in ("qwen2.5", "qwen3"):
+            assert prompt == model.tokenizer.decode(model.chat.template.encode_text(model.template.render(plain)))
+
+
+FIRST_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def engine_prompt(completion) -> list[int]:
+    return completion.choices[0].request.prompt
+
+
+def test_system_messages_in_all_apis(checkpoints):
+    """Anthropic's and the Responses API, and the count of tokens. What follows an earlier prompt begins with it."""
+    model = served_model(checkpoints[None], SOURCES["qwen3.5"])
+    turns = [SYSTEM[0], USER, ANSWER, SYSTEM[2], LAST]
+    expected = engine_prompt(model.parse_chat({"messages": turns}))
+    assert engine_prompt(parse_message(model, {"messages": turns, "max_tokens": 5})) == expected
+    assert count_tokens(model, {"messages": turns}) == {"input_tokens": len(expected)}
+    turns[3] = turns[3] | {"role": "developer"}
+    assert engine_prompt(parse_response(model, KeptResponses(), {"input": turns})) == expected
+    later = engine_prompt(model.parse_chat({"messages": [*turns, ANSWER, SYSTEM[0], LAST]}))
+    opening = len(model.tokenizer.encode("<|im_start|>assistant\n<think>\n", add_bos=False))
+    assert later[: len(expected) - opening - 5] == expected[: -opening - 5]
+
+
+def test_what_no_variant_mends_is_refused_with_the_first_reason(checkpoints):
+    source = "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception(m.role ~ ' is bad') }}{% endif %}"
+    model = served_model(checkpoints[None], source + "{{ m.content }}{% endfor %}")
+    with pytest.raises(ApiError, match="system is bad"):
+        model.parse_chat({"messages": [USER, {"role": "system", "content": "bad"}]})
+
+
+# ---------------------------------------------------------------- calls within thoughts
+
+NO_CALL = HERMES_CALL.replace('"f"', '"g"')
+IN_THOUGHTS = [
+    (f"I call {HERMES_CALL}", [(Reasoning, None, "I call "), BEGIN, END]),
+    (f"I call\n{HERMES_CALL}\n{HERMES_CALL}\n", [(Reasoning, None, "I call\n"), BEGIN, END, *SECOND]),
+    ("about <tool_call> marks", [(Reasoning, None, "about <tool_call> marks")]),
+    (f"<tool_call> or {HERMES_CALL}", [(Reasoning, None, "<tool_call> or "), BEGIN, END]),
+    (f"{HERMES_CALL}</think>\n\nok", [(Reasoning, None, HERMES_CALL), content("ok")]),
+    (f"a {HERMES_CALL} b</think>{HERMES_CALL}", [(Reasoning, None, f"a {HERMES_CALL} b"), BEGIN, END]),
+    (f"{HERMES_CALL} then", [BEGIN, END, (Reasoning, None, " then")]),
+    (NO_CALL, [(Reasoning, None, NO_CALL)]),
+    (HERMES_CALL[:40], [(Reasoning, None, HERMES_CALL[:40])]),
+]
+
+
+@pytest.mark.parametrize("text, expected", IN_THOUGHTS)
+@pytest.mark.parametrize("begins_inside", [True, False])
+def test_calls_in_thoughts_that_are_not_closed(text, expected, begins_inside):
+    """They are calls, for any cutting of the answer; after closed thoughts, or if tokens ran out, they are thoughts."""
+    syntax = AnswerSyntax(("<think>", "</think>"), begins_inside, FORMATS["qwen3"], frozenset(NAMES))
+    text = text if begins_inside else f"<think>{text}"
+    for size in (1, 2, 7, 300, len(text)):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert events_of(syntax, pieces) == expected
+    if "</think>" not in text:
+        parser = AnswerParser(syntax)
+        cut_off = parser.add(text) + parser.end(is_cut=True)
+        assert joined(cut_off) == [(Reasoning, None, text.removeprefix("<think>"))]
+
+
+def test_the_finish_reason_of_a_call_in_thoughts(checkpoints):
+    """Whole and streamed, the answer finishes with tool_calls, and has no content."""
+    model = served_model(checkpoints[None], SOURCES["qwen3.5"])
+    text = "I look.\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], list(text)):
+        choice = answered(model, {"messages": [USER], "tools": [FIRST_TOOL]}, pieces)
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None and choice["message"]["reasoning_content"] == "I look.\n"
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]

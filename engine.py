@@ -318,9 +318,9 @@ class Engine:
         self.finished: list[Request] = []
         self.released: list[int] = []  # rows
 
-        # For watchdog.py: the step that is running, or was the last one
-        self.plan = Plan()
-        self.step_started: float | None = None  # time.perf_counter(); None while no step is running
+        # For watchdog.py: the step that is running. None while there is none; plan also while it is made
+        self.step_started: float | None = None  # time.perf_counter()
+        self.plan: Plan | None = None
 
         self.decoding = decoding or PlainDecoding()
         self.decoding.begin(self)
@@ -403,6 +403,7 @@ class Engine:
             yield
         finally:
             self.step_started = None
+            self.plan = None
 
     def _plan(self) -> Plan:
         """End cancelled requests, give free rows to waiting ones, and choose what to read."""

@@ -4,10 +4,14 @@ Read down: `watch`; `look_after`, its loop; how long a step may take; `recheck_f
 
 The threads that compute a step sleep between its operations, each on a futex: a number that another
 thread changes before it tells the kernel to wake the sleepers. If such a wake-up is lost, they sleep
-for ever. It was seen once in many hundred runs, and the cause is not known. The kernels of cpu/ sleep
-with a time limit, but torch's OpenMP threads do not. So if a step takes longer than a second, the
-sleeping threads are interrupted: the kernel then compares the number again, and a thread whose
-wake-up was lost goes on.
+for ever. This was seen once in many hundred runs (cpu/barrier.h names a possible cause). The kernels
+of cpu/ sleep with a time limit, but torch's OpenMP threads do not. So while a step has been running
+for a second or two, the sleeping threads are interrupted by a signal. After it, the kernel begins
+their system call again, and thereby compares the number again, so a thread whose wake-up was lost
+goes on.
+
+The watchdog needs Python's global interpreter lock (GIL). Operations release it, but not the C++ that
+torch.compile generates: a thread that hangs there is neither helped nor reported.
 """
 
 import ctypes
@@ -16,6 +20,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -24,73 +29,79 @@ from contextlib import suppress
 from pathlib import Path
 
 from cli import print_status
-from engine import Engine, Timing
+from engine import Engine
 
 INTERVAL_S = 1.0  # between two looks at the engine
 ALARM_S = 30.0  # a step is reported if it takes longer than this,
 ALARM_FACTOR = 100  # and this many times as long as such steps have taken so far
-# A thread in one of these files compiles, which may take minutes.
+FIRST_ALARM_S = 600.0  # the same if there was no such step before
+# A thread whose stack has one of these files compiles, which may take minutes.
 COMPILERS = ("torch/_dynamo/convert_frame.py", "triton/compiler/compiler.py", "triton/runtime/autotuner.py")
-FUTEX_CALL = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())  # the number of the system call
+# The numbers of two system calls; the first one as /proc writes it
+FUTEX_CALL = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 TGKILL_CALL = {"x86_64": 234, "aarch64": 131}.get(platform.machine())
-INTERRUPT = signal.SIGURG  # which is ignored by default, so that a late one does no harm
+INTERRUPT = getattr(signal, "SIGURG", None)  # ignored by default, so that a late one does no harm
 
 
 def watch(engine: Engine):
-    """Look after an engine's steps until the engine is garbage-collected. If this is not Python's main
-    thread, which alone can handle signals, steps that hang are only reported."""
+    """Look after an engine's steps until the engine is garbage-collected.
+
+    Steps that hang are only reported, and not helped, if this is not Python's main thread, which alone
+    can handle signals, or if the program handles the signal itself.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(INTERRUPT) == signal.SIG_DFL:
+    unused = (signal.SIG_DFL, signal.SIG_IGN)
+    if in_main_thread and INTERRUPT is not None and signal.getsignal(INTERRUPT) in unused:
         signal.signal(INTERRUPT, ignore)
-        signal.siginterrupt(INTERRUPT, False)  # system calls go on after it
+        signal.siginterrupt(INTERRUPT, False)  # the kernel begins interrupted system calls again
     threading.Thread(target=look_after, args=(weakref.ref(engine),), daemon=True, name="watchdog").start()
 
 
 def ignore(*_):
-    """A signal handler. Unlike SIG_IGN, it lets the signal interrupt system calls."""
+    """A signal handler. Signals without one (SIG_IGN) do not interrupt system calls."""
 
 
 def look_after(reference: Callable[[], Engine | None]):
     """Look at the engine once in INTERVAL_S. reference: a weakref.ref to it."""
     last_step = None  # when the step that ran at the last look had started
+    looks = 0  # that have seen this step, so that the time when the process was stopped does not count
     is_reported = False
     while (engine := reference()) is not None:
         started = engine.step_started
-        usual_s = usual_seconds(engine.timing, engine.plan)
+        limit_s = longest_step(engine)
         del engine  # this thread must not keep it alive
 
-        if started is not None and started == last_step:
-            recheck_futexes()
-            seconds = time.perf_counter() - started
-            if not is_reported and is_alarming(seconds, usual_s):
-                is_reported = True
-                report(seconds, usual_s)
+        looks = looks + 1 if started == last_step else 0
         last_step = started
+        if started is not None and looks > 0:
+            recheck_futexes()
+            if any(map(compiles, sys._current_frames().values())):
+                looks = 0
+            if looks * INTERVAL_S > limit_s and not is_reported:
+                is_reported = True
+                report(looks * INTERVAL_S)
         time.sleep(INTERVAL_S)
 
 
 # ---------------------------------------------------------------- how long a step may take
 
 
-def usual_seconds(timing: Timing, plan) -> float | None:
-    """How long a step with this plan (an engine.Plan) should take, by the average of earlier ones;
-    None if there were none."""
-    seconds = 0.0
+def longest_step(engine: Engine) -> float:
+    """How many seconds the step that is running may take, by the average of earlier ones."""
+    timing = engine.timing
+    plan = engine.plan
+    if plan is None:  # a step may wait long for other ranks
+        return float("inf")
+    usual_s = 0.0
     if plan.chunk:
         if not timing.prefill_tokens:
-            return None
-        seconds += timing.prefill_s / timing.prefill_tokens * sum(plan.chunk.values())
+            return FIRST_ALARM_S
+        usual_s += timing.prefill_s / timing.prefill_tokens * sum(plan.chunk.values())
     if plan.decoding:
         if not timing.decode_steps:
-            return None
-        seconds += timing.decode_s / timing.decode_steps
-    return seconds
-
-
-def is_alarming(seconds: float, usual_s: float | None) -> bool:
-    if usual_s is None or seconds < max(ALARM_S, ALARM_FACTOR * usual_s):
-        return False
-    return not any(compiles(frame) for frame in sys._current_frames().values())
+            return FIRST_ALARM_S
+        usual_s += timing.decode_s / timing.decode_steps
+    return max(ALARM_S, ALARM_FACTOR * usual_s)
 
 
 def compiles(frame) -> bool:
@@ -103,12 +114,13 @@ def compiles(frame) -> bool:
     return False
 
 
-def report(seconds: float, usual_s: float):
+def report(seconds: float):
     """Print what all threads are doing."""
-    usually = f"such steps have taken {usual_s:.3g} s on average"
-    print_status(f"a step has been running for {seconds:.0f} s; {usually}. The stacks of all threads:")
-    with suppress(OSError, ValueError):  # stderr may be closed
-        faulthandler.dump_traceback(file=2, all_threads=True)
+    with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a file descriptor
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read()
+    print_status(f"a step has been running for {seconds:.0f} s, far longer than others. All threads:\n{stacks}")
 
 
 # ---------------------------------------------------------------- sleeping threads

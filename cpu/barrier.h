@@ -20,8 +20,9 @@ constexpr timespec SLEEP_LIMIT{.tv_sec = 0, .tv_nsec = 5'000'000};  // then a sl
 // processor, the thread that is late may need this one.
 //
 // No thread sleeps forever, even if a wake-up is lost, whatever the cause: it looks again after SLEEP_LIMIT. (Once in
-// many hundred runs, all threads slept. That was with std::atomic::wait, which has no time limit. Its notify_all looks
-// for sleepers, and if the store before it has memory_order_release, it may do so before others can see the store.)
+// many hundred runs, all threads slept for ever. That was with std::atomic::wait, which has no time limit, and a phase
+// stored with memory_order_release: the processor may then read the number of sleepers before others see the new phase,
+// so that a thread that falls asleep just then is not woken. Whether it was this is not known.)
 class Barrier {
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> phase{0};

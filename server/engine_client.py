@@ -46,9 +46,8 @@ class EngineClient:
         unfinished.set_function(lambda: len(self.receivers))
         self.state = "starting"  # then the state of the latest EngineStatus, or "broken"
         self.last_heard = time.monotonic()  # when the latest EngineStatus came
-        age = self.metrics.add_gauge(
-            "last_step_age_seconds", "Since the engine's last step; it does one in 0.25 s if idle"
-        )
+        age_text = "Since the engine was heard of; it does a step in 0.25 s if idle"
+        age = self.metrics.add_gauge("last_step_age_seconds", age_text)
         age.set_function(lambda: time.monotonic() - self.last_heard)
         self.slowest_step_s = 0.0
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
@@ -175,7 +174,7 @@ class EngineClient:
             is_broken = self.health() == "broken"
             if is_broken:  # the engine may hang in a step forever, or go on later
                 self._fail_all()
-            if is_broken and not was_broken:
+            if is_broken and not was_broken and self.state != "broken":
                 silent_s = time.monotonic() - self.last_heard
                 print_status(f"the engine has sent nothing for {silent_s:.0f} s; until it does, /health answers 503")
             was_broken = is_broken

@@ -1,6 +1,7 @@
 """Lost wake-ups and steps that hang: made on purpose, in the barrier, in OpenMP's threads, in a server."""
 
 import ctypes
+import gc
 import os
 import re
 import signal
@@ -262,58 +263,96 @@ class EngineStub:
 
 
 @pytest.mark.parametrize(
-    "seconds, alarming, engine",
+    "limit_s, engine",
     [
-        (31, True, EngineStub(decode_s=8.0, decode_steps=400, decoding=3)),
-        (29, False, EngineStub(decode_s=8.0, decode_steps=400, decoding=3)),
-        (31, False, EngineStub(decode_s=8.0, decode_steps=20, decoding=3)),  # steps take 0.4 s
-        (41, True, EngineStub(decode_s=8.0, decode_steps=20, decoding=3)),
-        (9e9, False, EngineStub(decode_s=8.0, decode_steps=400, chunk=9)),  # the first prefill
-        (9e9, False, EngineStub(prefill_s=8.0, prefill_tokens=400, chunk=9, decoding=1)),  # the first decoding
-        (500, False, EngineStub(prefill_s=1.0, prefill_tokens=100, chunk=2048)),  # 20.48 s for a long prompt
-        (500, True, EngineStub(prefill_s=1.0, prefill_tokens=100, chunk=256)),
-        (305, False, EngineStub(1.0, 100, 1.0, 2, chunk=256, decoding=2)),
-        (307, True, EngineStub(1.0, 100, 1.0, 2, chunk=256, decoding=2)),
+        (30, EngineStub(decode_s=8.0, decode_steps=400, decoding=3)),
+        (40, EngineStub(decode_s=8.0, decode_steps=20, decoding=3)),  # steps take 0.4 s
+        (600, EngineStub(decode_s=8.0, decode_steps=400, chunk=9)),  # the first prefill
+        (600, EngineStub(prefill_s=8.0, prefill_tokens=400, chunk=9, decoding=1)),  # the first decoding
+        (2048, EngineStub(prefill_s=1.0, prefill_tokens=100, chunk=2048)),  # a long prompt
+        (256, EngineStub(prefill_s=1.0, prefill_tokens=100, chunk=256)),
+        (306, EngineStub(1.0, 100, 1.0, 2, chunk=256, decoding=2)),
     ],
 )
-def test_when_a_step_is_alarming(seconds, alarming, engine):
-    usual_s = watchdog.usual_seconds(engine.timing, engine.plan)
-    assert watchdog.is_alarming(seconds, usual_s) == alarming
+def test_how_long_a_step_may_take(limit_s, engine):
+    assert watchdog.longest_step(engine) == pytest.approx(limit_s)
+    engine.plan = None  # it is being made, or other ranks are awaited
+    assert watchdog.longest_step(engine) == float("inf")
 
 
-def test_compiling_is_no_alarm():
-    source = "def convert(inside):\n    return inside()\n"
-    scope = {}
-    exec(compile(source, "/x/site-packages/torch/_dynamo/convert_frame.py", "exec"), scope)
-    assert not scope["convert"](lambda: watchdog.is_alarming(31, 0.1))
-    assert watchdog.is_alarming(31, 0.1)
-
-
-def test_a_step_that_hangs_is_reported_once(monkeypatch, capfd):
-    """Two steps hang in the same way. The report names the function that hangs."""
-    monkeypatch.setattr(watchdog, "INTERVAL_S", 0.01)
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine that is looked after by an impatient watchdog, which ends with the test."""
+    monkeypatch.setattr(watchdog, "INTERVAL_S", 0.02)
     monkeypatch.setattr(watchdog, "ALARM_S", 0.2)
     monkeypatch.setattr(watchdog, "ALARM_FACTOR", 10)
-    engine = EngineStub(decode_s=0.005, decode_steps=5, decoding=1)
-    watcher = threading.Thread(target=watchdog.look_after, args=(weakref.ref(engine),))
+    engines = [EngineStub(decode_s=0.005, decode_steps=5, decoding=1)]
+    watcher = threading.Thread(target=watchdog.look_after, args=(lambda: engines[0] if engines else None,), daemon=True)
     watcher.start()
-
-    def a_step_that_hangs(engine):
-        engine.step_started = time.perf_counter()
-        time.sleep(1)
-        engine.step_started = None
-
-    time.sleep(0.5)  # no step is running: no alarm
-    assert capfd.readouterr().err == ""
-    a_step_that_hangs(engine)
-    first = capfd.readouterr().err
-    assert first.startswith("a step has been running for 0 s; such steps have taken 0.001 s on average")
-    assert "in a_step_that_hangs" in first
-    a_step_that_hangs(engine)
-    assert capfd.readouterr().err == ""
-    del engine
+    yield engines[0]
+    engines.clear()
     watcher.join(30)
     assert not watcher.is_alive()
+
+
+def a_step_that_hangs(engine, seconds=1.0):
+    engine.step_started = time.perf_counter()
+    time.sleep(seconds)
+    engine.step_started = None
+
+
+def test_a_step_that_hangs_is_reported_once(engine, capsys):
+    """Two steps hang in the same way. The report names the function that hangs."""
+    time.sleep(0.5)  # no step is running: no alarm
+    assert capsys.readouterr().err == ""
+    a_step_that_hangs(engine)
+    first = capsys.readouterr().err
+    assert first.startswith("a step has been running for 0 s, far longer than others. All threads:")
+    assert "in a_step_that_hangs" in first
+    a_step_that_hangs(engine)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_time_of_a_stopped_process_does_not_count(engine, capsys, monkeypatch):
+    """The watchdog counts its looks, and makes none while the process is stopped."""
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        real_sleep(1.2 if len(looks) == 3 else seconds)  # stopped at the third look
+
+    real_sleep = time.sleep
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
+    engine.step_started = time.perf_counter()
+    real_sleep(1.3)
+    engine.step_started = None
+    assert len(looks) > 2 and capsys.readouterr().err == ""
+
+
+def test_compiling_is_no_alarm(engine, capsys):
+    """Nor is the step in which something was compiled, before it takes long itself."""
+    scope = {}
+    source = "def convert(inside):\n    inside()\n"
+    exec(compile(source, "/x/site-packages/torch/_dynamo/convert_frame.py", "exec"), scope)
+    engine.step_started = time.perf_counter()
+    scope["convert"](lambda: time.sleep(1))
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+    time.sleep(1)
+    assert "a step has been running" in capsys.readouterr().err
+
+
+def test_an_engine_goes_with_its_last_reference(tiny_model):
+    """The watchdog does not keep it alive, and ends."""
+    engine = Engine(tiny_model("llama-mha"), 2, 16)
+    reference = weakref.ref(engine)
+    before = set(threading.enumerate())
+    watchdog.watch(engine)
+    (watcher,) = set(threading.enumerate()) - before
+    del engine
+    gc.collect()
+    watcher.join(30)
+    assert reference() is None and not watcher.is_alive()
 
 
 def test_an_engine_says_when_its_step_has_started(tiny_model):
@@ -332,6 +371,7 @@ def test_an_engine_says_when_its_step_has_started(tiny_model):
     starts = [started for started, _ in seen]
     assert before < starts[0] < starts[1] < starts[2] < time.perf_counter()
     assert [(plan.chunk, plan.decoding) for _, plan in seen] == [({0: 5}, []), ({}, [0]), ({}, [0])]
+    assert engine.plan is None
 
     engine._plan = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):

@@ -46,7 +46,7 @@ def convert(source: Checkpoint, out: Path, dtype: torch.dtype, replace: bool = T
 def main():
     parser = ArgumentParser(description="Convert a model to a fastpath checkpoint directory.")
     add = parser.add_argument
-    add("source", help="a Hugging Face directory, a .gguf file, or a name as for generate.py")
+    add("source", help="a Hugging Face directory, a GGUF file, or a name as for generate.py")
     add("--out", type=Path, help="the directory to write (checkpoints/NAME)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights written (bfloat16)")
     keep = "keep the quantized tensors of a GGUF file that a format here holds exactly; others are dequantized"
@@ -64,7 +64,7 @@ def main():
 def default_directory(text: str, source: Checkpoint, dtype: str) -> Path:
     """checkpoints/NAME for a model that is called `text`. The name of a hub id has two parts."""
     name = source.name
-    if hub.looks_like_hub_id(text) and ":" not in text:
+    if hub.looks_like_hub_id(text) and ":" not in text and not Path(text).is_file():
         name = text
     name = name.removesuffix(".gguf")
     if source.quantization is not None:

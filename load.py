@@ -149,7 +149,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
     to the same group."""
     add = parser.add_argument_group("the model and the machine").add_argument
     what = (
-        "a .gguf file, a Hugging Face directory or hub id, a GGUF file of the hub "
+        "a GGUF file, a Hugging Face directory or hub id, a GGUF file of the hub "
         "(organization/name:Q4_K_M), a short name (--list), or a checkpoint directory; "
         "default: SmolLM2-135M-Instruct, a small demo"
     )

@@ -695,7 +695,8 @@ QWEN35_GGUF_LAYOUT = Layout(
     draft_layer="blk.{}.",
     draft_block="blk.{}.",
     fused_experts=GGUF_FUSED_EXPERTS,
-    whole_names={"delta_net.decay.weight": "ssm_a", "delta_net.decay.bias": "ssm_dt.bias"},
+    replacements={"ssm_dt.bias": "ssm_dt"},  # llama.cpp writes the first name, Ollama the second
+    whole_names={"delta_net.decay.weight": "ssm_a", "delta_net.decay.bias": "ssm_dt"},
     folds={"attn_q": gated_queries} | dict.fromkeys(("attn_k", "attn_q_norm", "attn_k_norm"), rotated_keys),
 )
 
@@ -726,6 +727,7 @@ LFM2_GGUF_LAYOUT = Layout(
         "short_conv.out": ["shortconv.out_proj"],
     },
     "blk.",
+    prefixes={"output_norm.": "token_embd_norm."},  # Ollama's name
 )
 
 # ---------------------------------------------------------------- the table

@@ -38,7 +38,13 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     expert_weights_scale expert_gating_func expert_group_count expert_group_used_count
     expert_shared_count embedding_scale residual_scale logit_scale ssm.conv_kernel ssm.inner_size
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
-    attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache"""
+    attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
+    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered norm_top_k_prob"""
+# How the names of tensors and fields begin that are not of the language model. Ollama keeps the encoders
+# of images and sound in the same file. It has an MTP layer there as well, whose names are partly those of
+# Hugging Face and whose norms are not all stored alike, so that layer is left out, too.
+OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
+OTHER_FIELDS = ("vision", "audio", "image", "mm.")
 # Fields of experts -> the values that are supported, of which the first one is the default.
 EXPERT_FIELDS = {
     "expert_weights_norm": [True],
@@ -47,6 +53,7 @@ EXPERT_FIELDS = {
     "expert_group_count": [0, 1],
     "expert_group_used_count": [0, 1],
     "expert_shared_count": [0, 1],
+    "norm_top_k_prob": [True],
 }
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 # Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
@@ -79,6 +86,12 @@ class GgufFile:
                 f"known in GGUF files: {', '.join(GGUF_FAMILIES)}"
             )
         self.family = GGUF_FAMILIES[self.architecture]
+        renamed = self.family.gguf_layout.renamed
+        self.left_out = [name for name in self.infos if name.startswith(OTHER_TENSORS)]
+        own = [info for name, info in self.infos.items() if not name.startswith(OTHER_TENSORS)]
+        self.infos = {renamed(info.name): info for info in own}
+        if twice := [info.name for info in own if self.infos[renamed(info.name)] is not info]:
+            raise UserError(f"{path} holds tensor {twice[0]} a second time, under another name")
 
     def open_part(self, path: Path) -> tuple[dict, dict[str, TensorInfo]]:
         """(metadata, tensors by name) of a file, which stays open."""
@@ -135,17 +148,17 @@ class GgufFile:
         """A hyperparameter: a field whose name begins with the architecture."""
         return self.value(f"{self.architecture}.{name}", *default)
 
-    def per_layer(self, name: str, *default, without_zeros: bool = False):
+    def per_layer(self, name: str, *default):
         """A hyperparameter that may be a list with a value for each layer, if all of them are equal.
 
-        without_zeros: some of them may be 0, too.
+        Where some layers have no attention, some values may be 0.
         """
         value = self.hyper(name, *default)
         if not isinstance(value, list):
             return value
-        if len(value) != self.hyper("block_count"):
+        if len(value) not in (self.hyper("block_count"), self.n_layer):
             self.refuse(name, f"does not have a value for each of {self.hyper('block_count')} layers")
-        found = [one for one in value if one != 0 or not without_zeros] or value
+        found = [one for one in value if one != 0 or not self.is_hybrid] or value
         if any(other != found[0] for other in found):
             self.refuse(name, "differs by layer, which is not supported")
         return found[0]
@@ -172,10 +185,17 @@ class GgufFile:
         """Warn about unknown fields; refuse kinds of models that are not supported, and absurd sizes."""
         for name in sorted(self.metadata):
             architecture, _, rest = name.partition(".")
-            if architecture == self.architecture and rest not in USED_FIELDS.split():
+            is_known = rest in USED_FIELDS.split() or rest.startswith(OTHER_FIELDS)
+            if architecture == self.architecture and not is_known:
+                if self.left_out and rest.startswith("rope."):  # Ollama's name for a field that matters
+                    self.refuse(rest, "is not known")
                 line = f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"
                 print_status(printable(line))
 
+        if self.left_out:
+            kinds = ", ".join(sorted({f"{name.partition('.')[0]}.*" for name in self.left_out}))
+            print_status(f"{self.path}: left out: tensors that are not of the language model ({kinds})")
+            self.hyper("rope.freq_base")  # of Gemma 3, Ollama's program knows it, and its files lack it
         if len(self.shapes().get("token_embd.weight", ())) != 2:
             raise UserError(f"{self.path} lacks tensor token_embd.weight")
         if self.hyper("block_count") > len(self.infos):
@@ -224,10 +244,10 @@ class GgufFile:
             self.path,
             n_layer=self.n_layer,
             n_head=n_head,
-            n_kv_head=self.n_kv_head(n_head),
+            n_kv_head=self.per_layer("attention.head_count_kv", n_head) or n_head,  # 0: no layer has attention
             head_dim=head_dim,
             dim=dim,
-            hidden_dim=self.per_layer("feed_forward_length", *width),
+            hidden_dim=self.per_layer("feed_forward_length", *width) or sum(width),
             vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
             # 1e-5 or 1e-6, stored as float32
@@ -259,6 +279,11 @@ class GgufFile:
         """The layers of the model. The file may have more, which only draft tokens (mtp)."""
         return self.hyper("block_count") - self.hyper("nextn_predict_layers", 0)
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers have no attention."""
+        return any(f"{self.architecture}.{name}" in self.metadata for name in ("ssm.inner_size", "shortconv.l_cache"))
+
     def is_of_draft_layer(self, name: str) -> bool:
         """Whether a tensor belongs to a layer that only drafts tokens."""
         layer = name.removeprefix("blk.").partition(".")[0]
@@ -267,12 +292,17 @@ class GgufFile:
         return self.n_layer <= int(layer) < self.hyper("block_count")
 
     def delta_net(self) -> DeltaNet | None:
-        """The sizes of the gated delta nets, which are in all layers but every fourth, unless the
-        file says otherwise."""
+        """The sizes of the gated delta nets, which are in all layers without key and value heads, or
+        else in all layers except every fourth, unless the file says otherwise."""
         if self.hyper("ssm.inner_size", None) is None:
             return None
+        if not self.hyper("ssm.v_head_reordered", True):
+            self.refuse("ssm.v_head_reordered", "is not supported; expected true")
+        heads = self.hyper("attention.head_count_kv", None)
         interval = self.hyper("full_attention_interval", 4)
         usual = [(i + 1) % interval > 0 for i in range(self.n_layer)]
+        if isinstance(heads, list) and 0 in heads:
+            usual = [count == 0 for count in heads]
         are_recurrent = self.hyper("attention.recurrent_layers", usual)
         if not isinstance(are_recurrent, list) or len(are_recurrent) < self.n_layer:
             self.refuse("attention.recurrent_layers", f"does not have a value for each of {self.n_layer} layers")
@@ -316,12 +346,6 @@ class GgufFile:
             return None
         layers = tuple(i for i in range(self.n_layer) if heads[i] == 0)
         return ShortConv(layers, dim, width) if layers else None
-
-    def n_kv_head(self, n_head: int) -> int:
-        """The number of key and value heads in each layer with attention."""
-        has_short_conv = self.hyper("shortconv.l_cache", None) is not None
-        found = self.per_layer("attention.head_count_kv", n_head, without_zeros=has_short_conv)
-        return n_head if has_short_conv and found == 0 else found  # no layer has attention
 
     def sliding_layers(self) -> tuple[int, ...] | None:
         """The layers with a sliding window; None if the file does not say which.

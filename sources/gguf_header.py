@@ -229,6 +229,17 @@ def open_file(path: Path) -> BinaryIO:
     return open(path, "rb")
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file: its suffix says so, or else its first four bytes.
+
+    Ollama calls its files sha256-..., and links to files may have any name.
+    """
+    if path.suffix.lower() == ".gguf" or not path.is_file():
+        return path.suffix.lower() == ".gguf" and not path.is_dir()
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def split_files(path: Path) -> list[Path]:
     """The files of the model to which this file belongs, in their order.
 
@@ -243,6 +254,7 @@ def split_files(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """The name of the model in a file: the file's name without what llama-gguf-split adds to it."""
+    """The name of the model in a file: the file's name without .gguf, and without what
+    llama-gguf-split adds to it."""
     match = SPLIT_NAME.fullmatch(path.name)
-    return path.stem if match is None else match["model"]
+    return re.sub(r"\.gguf$", "", path.name, flags=re.I) if match is None else match["model"]

@@ -19,7 +19,7 @@ from formats import matrices
 from sources import hub, wheels
 from sources.assemble import AssembledWeights, with_draft_layer
 from sources.families import Layout
-from sources.gguf_header import gguf_name, split_files
+from sources.gguf_header import gguf_name, is_gguf, split_files
 from sources.hf_directory import HfFiles, hf_family, hf_tokenizer_files, vocabulary_size
 from sources.names import find_model
 
@@ -39,7 +39,7 @@ def open_named(name: str | None, dequantize: bool = False) -> Checkpoint:
     if name is None:
         return open_default(dequantize)
     path = Path(os.path.expanduser(name))
-    if path.suffix in WEIGHTS_FILES and not path.is_dir():
+    if path.suffix in WEIGHTS_FILES and not path.is_dir() and not is_gguf(path):
         path = path.parent
     if path.exists():
         return open_path(path, dequantize)
@@ -48,12 +48,12 @@ def open_named(name: str | None, dequantize: bool = False) -> Checkpoint:
 
 
 def open_path(path: Path, dequantize: bool) -> Checkpoint:
-    """The model in a .gguf file or in a directory of any kind."""
-    if path.suffix.lower() == ".gguf":
+    """The model in a GGUF file or in a directory of any kind."""
+    if is_gguf(path):
         return open_gguf(path, dequantize)
     if not path.is_dir():
-        raise UserError(f"{path} is neither a .gguf file nor the directory of a model")
-    files = sorted(path.glob("*.gguf"))
+        raise UserError(f"{path} is neither a GGUF file (it does not begin with GGUF) nor the directory of a model")
+    files = sorted(path.glob("*.[gG][gG][uU][fF]"))
     if files and not (path / "config.json").exists():
         raise UserError(f"{path} has no config.json, but {files[0].name}: give the path of that file")
     return open_directory(path) if is_ours(path) else open_hf(path)

@@ -176,8 +176,8 @@ def pair_rows(weight, heads):
 def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None, per_file=0):
     """Write a transformers model.
 
-    quantize(name) -> a GGMLQuantizationType, or None for float32. extra: fields to add. tensors:
-    tensors to add or replace, or None to leave one out. per_file: the number of tensors in each of
+    quantize(name) -> a GGMLQuantizationType, or None for float32. extra, tensors: fields and tensors to
+    add or replace, or None to leave one out. per_file: the number of tensors in each of
     several files; 0 writes one file.
     """
     config = model.config
@@ -186,10 +186,10 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     fields = config_fields(config) | family_fields(config)
     if config.model_type == "lfm2":
         fields["feed_forward_length"] = model.model.layers[0].feed_forward.w1.out_features
-    for name, value in fields.items():
-        add_field(writer, f"{family}.{name}", value)
-    for name, value in (tokenizer_fields | (extra or {})).items():
-        add_field(writer, name, value)
+    fields = {f"{family}.{name}": value for name, value in fields.items()}
+    for name, value in (fields | tokenizer_fields | (extra or {})).items():
+        if value is not None:
+            add_field(writer, name, value)
 
     state = model_tensors(model, family) | family_tensors(config) | (tensors or {})
     for name, array in state.items():

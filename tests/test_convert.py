@@ -996,7 +996,7 @@ def test_a_weights_file_stands_for_its_directory(tiny):
         ("/no/such/place", "/no/such/place does not exist"),
         ("no-such-file.gguf", "no-such-file.gguf does not exist"),
         ("{tmp}", "has no config.json"),
-        ("{tmp}/notes.txt", "notes.txt is neither a .gguf file nor the directory of a model"),
+        ("{tmp}/notes.txt", "notes.txt is neither a GGUF file .* nor the directory of a model"),
         ("some-organization/some-model", "not a local path and cannot be downloaded from the hub .*give its path"),
     ],
 )

@@ -11,22 +11,24 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import sentencepiece
 import torch
 import transformers
 from cases import STRANGE_VALUES, read_model
 from conftest import ROOT, greedy, random_prompts
-from gguf_writer import bpe_fields, sentencepiece_fields, write_gguf
+from gguf_writer import bpe_fields, model_tensors, sentencepiece_fields, write_gguf
 from programs import main
 from texts import strings
 
 import formats
 from checkpoint import open_directory
 from cli import UserError
-from convert_hf_checkpoint import convert
+from convert_hf_checkpoint import convert, default_directory
 from formats import QuantizedLinear, StackedLinear
 from load import DraftOption, ModelOptions, load_engine, load_model, open_checkpoint
+from quantize import open_dense
 from sources import gguf_header
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, token_types
@@ -366,7 +368,7 @@ def test_nothing_is_written(file, tmp_path):
 
 def test_what_is_no_source_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    cases = {tmp_path / "a.txt": "a.txt is neither a .gguf file nor the directory of a model"}
+    cases = {tmp_path / "a.txt": "a.txt is neither a GGUF file .* nor the directory of a model"}
     cases[tmp_path] = "has no config.json"
     for name, why in cases.items():
         with pytest.raises(UserError, match=why):
@@ -679,3 +681,219 @@ def test_a_file_that_drafts_for_itself_is_dequantized(file):
     options = ModelOptions(device="cpu", draft=[DraftOption("int4-self")])
     engine = load_engine(open_checkpoint(str(file)), options, 1, 16)
     assert engine.model.blocks[0].mlp.down.weight.dtype == torch.bfloat16 and not options.dequantize
+
+
+# ---------------------------------------------------------------- files of Ollama
+
+
+def ollama_fields(architecture, config):
+    """The fields that Ollama writes in other ways than llama.cpp, and those of the encoder of images."""
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    fields = {"attention.head_count_kv": heads, "attention.recurrent_layers": None, "vision.block_count": 12}
+    if architecture != "lfm2":
+        fields |= {"rope.dimension_sections": [11, 11, 10], "rope.mrope_section": [11, 11, 10]}
+        fields |= {"mrope_sections": [11, 11, 10], "rope.mrope_interleaved": True, "ssm.v_head_reordered": True}
+    if architecture == "qwen35moe":
+        fields |= {"feed_forward_length": 0, "norm_top_k_prob": True}
+    fields |= {"vision.image_mean": [0.5, 0.5, 0.5], "image_token_id": 7, "mm.tokens_per_image": 256}
+    return {f"{architecture}.{name}": value for name, value in fields.items()}
+
+
+def other_tensors():
+    """Tensors of encoders and of a layer that drafts tokens, some called like those of a language model."""
+    names = ["v.blk.0.attn_q.bias", "v.patch_embd.weight", "mm.0.attn_q.bias", "mm.input_projection.weight"]
+    names += ["a.blk.0.ffn_down.bias", "mtp.fc.weight", "mtp.layers.0.attn_q.weight", "mtp.norm.weight"]
+    return {name: np.full((3, 5), np.nan, dtype=np.float32) for name in names}
+
+
+def ollama_tensors(oracle, architecture):
+    """Other tensors, and new names for some: old name -> None, new name -> array."""
+    tensors = other_tensors()
+    new_names = {".ssm_dt.bias": ".ssm_dt", "token_embd_norm.": "output_norm."}
+    for name, array in model_tensors(oracle, architecture).items():
+        for old, new in new_names.items():
+            if old in name:
+                tensors |= {name: None, name.replace(old, new): array}
+    return tensors
+
+
+def vocabulary(byte_level):
+    from tokenizers import Tokenizer as Library
+
+    return bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "qwen2")
+
+
+OF_OLLAMA = {"qwen35-grouped": "qwen35", "qwen35-moe-5": "qwen35moe", "qwen35-moe-8": "qwen35moe", "lfm2-tied": "lfm2"}
+
+
+@pytest.mark.parametrize("name, architecture", OF_OLLAMA.items())
+def test_a_file_of_ollama_equals_that_of_llama_cpp(tiny, byte_level, tmp_path, capsys, name, architecture):
+    """The same bits and tokens, and one line. In qwen35-moe-8, the list alone says which layers have attention."""
+    oracle = tiny(name)[0]
+    paths = [tmp_path / "llama_cpp.gguf", tmp_path / "ollama.gguf"]
+    write_gguf(paths[0], oracle, vocabulary(byte_level))
+    expected = load_model(open_gguf(paths[0]), dtype=torch.float32)
+    capsys.readouterr()
+
+    extra, tensors = ollama_fields(architecture, oracle.config), ollama_tensors(oracle, architecture)
+    write_gguf(paths[1], oracle, vocabulary(byte_level), extra=extra, tensors=tensors)
+    source = open_named(str(paths[1]))
+    said = "ollama.gguf: left out: tensors that are not of the language model (a.*, mm.*, mtp.*, v.*)"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(said) and source.config == expected.config
+    found = load_model(source, dtype=torch.float32)
+    state = expected.state_dict()
+    assert state.keys() == found.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.state_dict().items())
+    prompts = random_prompts((5, 30))
+    assert greedy(found, prompts, 7) == greedy(expected, prompts, 7)
+
+
+@pytest.mark.parametrize("name", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+@pytest.mark.parametrize("model, architecture", [("qwen35-grouped", "qwen35"), ("lfm2-tied", "lfm2")])
+def test_lists_may_have_zeros_where_no_layer_has_attention(tiny, byte_level, tmp_path, model, architecture, name):
+    oracle = tiny(model)[0]
+    write_gguf(tmp_path / "x.gguf", oracle, vocabulary(byte_level))
+    plain = GgufFile(tmp_path / "x.gguf")
+    field = f"{architecture}.{name}"
+    value = plain.per_layer(name)
+    kinds = oracle.config.layer_types
+    values = [value if kind == "full_attention" else 0 for kind in kinds]
+    assert with_fields(tmp_path / "x.gguf", **{field: values}).config() == plain.config()
+    values = [*values[:-1], value + 1]
+    with pytest.raises(UserError, match=rf"{field} = \[.*\] differs by layer, which is not supported"):
+        with_fields(tmp_path / "x.gguf", **{field: values}).config()
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_zeros_are_refused_where_every_layer_has_attention(file, name):
+    with pytest.raises(UserError, match=rf"{name} = \[{LAYERED[name]}, 0\] differs by layer"):
+        with_fields(file, **{f"qwen2.{name}": [LAYERED[name], 0]}).config()
+
+
+def test_one_tensor_under_two_names_is_refused(tiny, byte_level, tmp_path):
+    oracle = tiny("qwen35-grouped")[0]
+    own = model_tensors(oracle, "qwen35")
+    twice = {"blk.0.ssm_dt": own["blk.0.ssm_dt.bias"]}
+    write_gguf(tmp_path / "x.gguf", oracle, vocabulary(byte_level), tensors=twice)
+    with pytest.raises(UserError, match=r"holds tensor blk.0.ssm_dt(.bias)? a second time, under another name"):
+        open_gguf(tmp_path / "x.gguf")
+
+
+def test_heads_and_experts_in_another_order_are_refused(tiny, byte_level, tmp_path):
+    write_gguf(tmp_path / "x.gguf", tiny("qwen35-moe-5")[0], vocabulary(byte_level))
+    for name in ("ssm.v_head_reordered", "norm_top_k_prob"):
+        with pytest.raises(UserError, match=f"qwen35moe.{name} = False is not supported; expected [tT]rue"):
+            with_fields(tmp_path / "x.gguf", **{f"qwen35moe.{name}": False}).config()
+
+
+def test_other_tensors_are_left_out_of_every_family_if_rope_is_known(file, tiny, byte_level, tmp_path):
+    """Files of Gemma 3 by Ollama lack the base of RoPE, or name it otherwise: llama.cpp's default would be wrong."""
+    oracle, path = tiny("gemma3-untied")[0], tmp_path / "x.gguf"
+    write_gguf(path, oracle, vocabulary(byte_level))
+    expected = open_gguf(path).config
+    write_gguf(path, oracle, vocabulary(byte_level), tensors=other_tensors())
+    assert open_gguf(path).config == expected
+    with pytest.raises(UserError, match="x.gguf lacks gemma3.rope.freq_base"):
+        with_fields(path, **{"gemma3.rope.freq_base": None}).config()
+    with pytest.raises(UserError, match="gemma3.rope.local.freq_base = 10000.0 is not known"):
+        with_fields(path, **{"gemma3.rope.local.freq_base": 10000.0}).config()
+
+
+def test_what_is_left_out_is_not_said_to_be_dequantized(file, tmp_path, byte_level, tiny, capsys):
+    """A tensor of another modality in a type that no format has."""
+    tensors = {"v.blk.0.ffn_up.weight": np.ones((2, 256), dtype=np.float32)}
+
+    def kind(name):
+        return Q.TQ1_0 if name.startswith("v.") else None
+
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], vocabulary(byte_level), quantize=kind, tensors=tensors)
+    open_gguf(tmp_path / "x.gguf")
+    err = capsys.readouterr().err
+    assert "left out: tensors that are not of the language model (v.*)" in err and "dequantized" not in err
+
+
+# ---------------------------------------------------------------- files without the suffix .gguf
+
+NAMES = [
+    "blobs/sha256-83c54730",
+    "llama3.2",
+    "model.Q4_K_M",
+    "model.bin",
+    "model.pt",
+    "MODEL.GGUF",
+    "model.GgUf",
+    "latest",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_first_four_bytes_decide(file, tmp_path, name, linked):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if linked:
+        (tmp_path / "blob").write_bytes(file.read_bytes())
+        path.symlink_to(tmp_path / "blob")
+    else:
+        path.write_bytes(file.read_bytes())
+    source, expected = open_checkpoint(str(path)), open_gguf(file)
+    called = path.stem if path.suffix.lower() == ".gguf" else path.name
+    assert (source.config, source.quantization, source.name) == (expected.config, expected.quantization, called)
+    prompts = random_prompts([5, 9], 131)
+    assert greedy(load_model(source), prompts, 4) == greedy(load_model(expected), prompts, 4)
+
+
+NO_GGUF = {
+    "an empty file": b"",
+    "three bytes": b"GGU",
+    "safetensors": struct.pack("<Q", 2) + b"{}",
+    "a zip archive": b"PK\3\4" + bytes(40),
+    "an older format of ggml": b"tjgg" + bytes(40),
+}
+
+
+@pytest.mark.parametrize("data", NO_GGUF.values(), ids=NO_GGUF)
+def test_files_that_begin_otherwise_are_refused_in_one_line(tmp_path, data):
+    path = tmp_path / "sha256-1"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is neither a GGUF file .it does not begin with GGUF. nor the directory"):
+        open_checkpoint(str(path))
+    path.write_bytes(b"GGUF" + struct.pack(">I", 3) + data)
+    with pytest.raises(UserError, match="version 50331648 is not known; known: 2 and 3 .little-endian."):
+        open_checkpoint(str(path))
+    path.write_bytes(b"GGUF" + struct.pack("<I", 1) + data)
+    with pytest.raises(UserError, match="version 1 is not known"):
+        open_checkpoint(str(path))
+
+
+def test_a_pipe_is_not_read_and_a_directory_may_be_called_gguf(file, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match="pipe is neither a GGUF file"):
+        open_named(str(tmp_path / "pipe"))
+    with pytest.raises(UserError, match="pipe.gguf is not a readable GGUF file: it is not a regular file"):
+        open_named(str(tmp_path / "pipe.gguf"))
+    convert(open_gguf(file), tmp_path / "x.gguf", torch.float32)
+    assert open_named(str(tmp_path / "x.gguf")).config == open_gguf(file).config
+    (tmp_path / "upper").mkdir()
+    (tmp_path / "upper" / "B.GGUF").write_bytes(b"")
+    with pytest.raises(UserError, match="has no config.json, but B.GGUF: give the path of that file"):
+        open_named(str(tmp_path / "upper"))
+
+
+def test_blobs_are_sources_and_drafts_of_every_command(file, tmp_path, capsys, monkeypatch):
+    """A relative path may look like a name of the hub; the converted checkpoint has the name of the file."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "sha256-1").write_bytes(file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    text = "blobs/sha256-1"
+    assert default_directory(text, open_named(text, dequantize=True), "bfloat16").name == "sha256-1"
+    assert default_directory(text, open_named(text, dequantize=True), "bfloat16").parent.name == "checkpoints"
+    dense = open_dense(text, formats.Quantization("int8", 0, "int8"))
+    assert dense.quantization is None and "is quantized already" in capsys.readouterr().err
+    args = ["--prompt_ids", "5,6,7", "--max_new_tokens", 8, "--temperature", 0, "--json"]
+    drafting = ["--speculate_k", 3]
+    plain, _ = main(capsys, monkeypatch, "--checkpoint_path", file, *args)
+    blob, _ = main(capsys, monkeypatch, "--checkpoint_path", text, *args, "--draft_checkpoint_path", text, *drafting)
+    assert blob["samples"] == plain["samples"] and blob["mean_accepted_tokens"] > 0.5

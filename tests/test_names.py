@@ -258,7 +258,7 @@ def test_an_existing_path_wins(many, use_hub, tmp_path, monkeypatch):
     many.asked.clear()
     assert find_model("org/many:Q4_0") == (Path("org/many/Q4_0/x-Q4_0.gguf"), "x-Q4_0")
     for name in ("qwen3-4b", "org/odd:Q4_0"):
-        with pytest.raises(UserError, match="is neither a .gguf file nor the directory of a model"):
+        with pytest.raises(UserError, match="is neither a GGUF file .* nor the directory of a model"):
             open_named(name)
     assert many.asked == []
 

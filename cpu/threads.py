@@ -6,11 +6,17 @@ threads are then many times slower than one. What the CPU kernels compute does n
 number of threads, so the number may change between any two steps. Steps whose results would depend
 on it keep the largest number.
 
+A cgroup's quota (docker run --cpus=1.5) limits the processor time of all threads together. A program
+that has used it up is stopped until the next period of 100 ms. A few steps in many threads may end
+before that, and seem to be fast. So a step counts as the longer of two times: the time that it took,
+and the time in which the quota allows as much processor time as it used.
+
 Read down: ThreadCount, which finds the fastest number of threads for one kind of step; Threads, the
 context manager that the engine puts around each step; CpuTimes, which measures how much processor
 time other programs use.
 """
 
+import math
 import os
 import time
 from collections import Counter
@@ -161,13 +167,15 @@ class Threads:
     """Sets the number of threads of each step of an engine: `with threads.of("decode", work):` runs
     the step.
 
-    The largest number is torch.get_num_threads() outside of steps. If `fixed`, every step uses that
-    number.
+    The largest number is torch.get_num_threads() outside of steps. It follows the quota. If `fixed`,
+    every step uses that number, whatever the quota is.
     """
 
     def __init__(self, fixed: bool = False):
         self.fixed = fixed
         self.trials = 0  # steps so far that ran with a number of threads that was being tried
+        self.usable = usable_processors()
+        self.next_look = 0.0  # the quota is read again after this time
         self.forget()
 
     def forget(self):
@@ -191,7 +199,10 @@ class Threads:
         fixed: use the largest number, because the results of this step depend on the number of
             threads.
         """
-        if torch.get_num_threads() != self.most:  # the program has changed it
+        if time.perf_counter() > self.next_look and not self.fixed:
+            self.next_look = time.perf_counter() + 1.0
+            self.usable = follow_quota(self.usable)
+        if torch.get_num_threads() != self.most:  # the program or the quota has changed it
             self.forget()
         if kind not in self.kinds:
             counts = powers_of_two(self.most)
@@ -204,6 +215,7 @@ class Threads:
             n = tuned.choose(work)
             self.trials += n != tuned.count
         start = time.perf_counter()
+        cpu_start = time.process_time()
         torch.set_num_threads(n)
         try:
             yield
@@ -212,7 +224,7 @@ class Threads:
 
         self.steps.setdefault(kind.partition(" ")[0], Counter())[n] += 1
         if not fixed:
-            tuned.add(time.perf_counter() - start)
+            tuned.add(max(time.perf_counter() - start, (time.process_time() - cpu_start) / self.usable))
 
     def used(self) -> dict[str, dict[int, int]]:
         """How many steps ran with each number of threads, by the first word of their kind. The most
@@ -225,27 +237,28 @@ class Threads:
         return CpuTimes.now().others_since(self.start)
 
     def can_run(self, n: int) -> bool:
-        """Whether other programs have recently left about n processors to this one. All processors
-        count as free until this is measured."""
+        """Whether other programs have recently left about n processors to this one, and the quota
+        allows them. All processors count as free until this is measured."""
         now = CpuTimes.now()
         others = now.others_since(self.cpu_times)
         if others is not None:
             self.cpu_times = now
             self.free = processors() - others
-        return n < self.free + 0.5
+        return n < min(self.free, self.usable) + 0.5
 
 
 def share_processors():
-    """If torchrun has started several ranks on this machine, limit this rank to its share of the
-    processors.
+    """Limit the number of threads to the processors that this process may use.
 
-    torchrun sets OMP_NUM_THREADS=1 for its ranks if the user has not set it. Whether the user has
-    set it is seen in the environment of the torchrun process, which is the parent of this one.
+    If torchrun has started several ranks on this machine, this is the rank's share of them. torchrun
+    sets OMP_NUM_THREADS=1 for its ranks if the user has not set it. Whether the user has set it is
+    seen in the environment of the torchrun process, which is the parent of this one.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks < 2:
+        follow_quota(processors())
         return
-    share = max(1, processors() // ranks)
+    share = max(1, int(usable_processors()))
     set_by_user = True
     with suppress(OSError):
         environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
@@ -255,8 +268,48 @@ def share_processors():
     torch.set_num_threads(share)
 
 
+def follow_quota(before: float) -> float:
+    """If the usable processors are not as many as before, change the number of threads. Returns
+    usable_processors().
+
+    The number stays if OMP_NUM_THREADS is set. torchrun sets it for all ranks, so theirs stays, too:
+    they must change it in the same step, because the results of some steps depend on it.
+    """
+    usable = usable_processors()
+    if usable != before and "OMP_NUM_THREADS" not in os.environ:
+        # Torch may have begun with fewer threads than processors: one for each physical core.
+        torch.set_num_threads(math.ceil(min(usable, torch.get_num_threads() + max(0.0, usable - before))))
+    return usable
+
+
+def usable_processors() -> float:
+    """How many processors this process may use at a time, on average. It is a fraction if the quota of
+    its cgroup, or of a cgroup around that, is less than processors(). Ranks share them equally.
+
+    A line of /proc/self/cgroup is number:controllers:path. Version 2 of cgroups names no controllers,
+    and is mounted at /sys/fs/cgroup, or at unified/ beside version 1. In a container, the path may be
+    that of the host: then the limits are at the mount, which is one of the path's parents here.
+    Source: the Linux kernel's cgroup-v2.rst and sched-bwc.rst.
+    """
+    limits = [float(processors())]
+    with suppress(OSError, ValueError):
+        mounts = [
+            Path(f"/sys/fs/cgroup/{mount}/{path}")
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            for _, controllers, path in [line.split(":", 2)]
+            for mount in (controllers or "unified", *controllers.split(","))
+            if not controllers or "cpu" in controllers.split(",")
+        ]
+        for folder in {parent for path in mounts for parent in (path, *path.parents)}:
+            for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+                with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is not a number
+                    quota, period = " ".join((folder / name).read_text() for name in names).split()
+                    limits.append(int(quota) / int(period))  # -1 / period without a quota
+    return min(limit for limit in limits if limit > 0) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def processors() -> int:
-    """The number of processors that this program may use."""
+    """The number of processors on which this program may run, whatever its quota is."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -237,6 +237,191 @@ def test_a_rank_takes_its_share_of_the_processors(two_threads, monkeypatch, tmp_
     assert torch.get_num_threads() == expected
 
 
+# ---------------------------------------------------------------- quotas
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    """A function that writes files of /proc and /sys, which are the only ones that cpu/threads.py then reads. The
+    processors are 8, and torch has 8 threads."""
+
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    monkeypatch.setattr(threads, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(threads, "processors", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    yield write
+    torch.set_num_threads(before)
+
+
+def v2(lines="0::/", **quotas):
+    """The files of version 2: the folder "a_b" stands for a/b, and "_" for the mount."""
+    folders = {name: "/".join(["sys/fs/cgroup", *filter(None, name.split("_"))]) for name in quotas}
+    return {"proc/self/cgroup": lines + "\n"} | {f"{folders[name]}/cpu.max": text for name, text in quotas.items()}
+
+
+def v1(lines, **quotas):
+    """The files of version 1: the quota and the period of the folders below sys/fs/cgroup."""
+    files = {"proc/self/cgroup": lines + "\n"}
+    for name, text in quotas.items():
+        folder = "/".join(["sys/fs/cgroup", *name.split("_")]).replace("both", "cpu,cpuacct")
+        quota, period = text.split()
+        files |= {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
+    return files
+
+
+CGROUPS = {
+    "no cgroups": ({}, 8),
+    "v2, in a container": (v2(_="50000 100000\n"), 0.5),
+    "v2, no quota": (v2(_="max 100000\n"), 8),
+    "v2, more than the processors": (v2(_="1600000 100000\n"), 8),
+    "v2, the parent has less": (v2("0::/a/b", a="150000 100000", a_b="400000 100000"), 1.5),
+    "v2, the child has less": (v2("0::/a/b", a="400000 100000", a_b="75000 50000"), 1.5),
+    "v2, the child has none": (v2("0::/a/b", a="300000 100000", a_b="max 100000"), 3),
+    "v2, another cgroup": (v2("0::/a", a_b="100000 100000", c="100000 100000"), 8),
+    "v2, a host's path in a container": (v2("0::/docker/1", _="200000 100000"), 2),
+    "v2, outside of the namespace's root": (v2("0::/../x", _="200000 100000"), 2),
+    "v1": (v1("4:memory:/m\n2:cpu:/x", cpu_x="250000 100000"), 2.5),
+    "v1, no quota": (v1("2:cpu:/x", cpu="-1 100000", cpu_x="-1 100000"), 8),
+    "v1, the parent has less": (v1("2:cpu:/x/y", cpu_x="100000 100000", cpu_x_y="-1 100000"), 1),
+    "v1, with cpuacct": (v1("2:cpu,cpuacct:/x", both_x="100000 50000"), 2),
+    "v1, with cpuacct, mounted as cpu": (v1("2:cpuacct,cpu:/x", cpu_x="100000 50000"), 2),
+    "v1, a host's path in a container": (v1("2:cpu,cpuacct:/docker/1", both="300000 100000"), 3),
+    "v1, another controller's path": (v1("2:cpu:/\n3:cpuset:/x", cpu_x="100000 100000"), 8),
+    "v1 and v2": (v1("2:cpu:/x\n0::/x", cpu_x="300000 100000") | {"sys/fs/cgroup/unified/x/cpu.max": "2 1"}, 2),
+    "v2, the path has a colon": (v2("0::/a:b", **{"a:b": "200000 100000"}), 2),
+    "an empty file": (v2(_=""), 8),
+    "one number": (v2(_="100000"), 8),
+    "no numbers": (v2(_="one two"), 8),
+    "no period": (v2(_="100000 0"), 8),
+    "no text": (v2(_=b"\xff\xfe 1"), 8),
+    "a broken child": (v2("0::/a/b", a="300000 100000", a_b="?"), 3),
+    "broken lines": (v2("0", _="100000 100000"), 8),
+}
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_the_smallest_quota_of_the_cgroups_around_this_process_counts(system, name):
+    files, expected = CGROUPS[name]
+    system(files)
+    assert threads.usable_processors() == expected
+
+
+@pytest.mark.parametrize("quota, expected", [("max", 8), ("50000", 1), ("100000", 1), ("650000", 7), ("900000", 8)])
+def test_the_number_of_threads_is_the_quota_rounded_up(system, monkeypatch, quota, expected):
+    system(v2(_=f"{quota} 100000"))
+    threads.share_processors()
+    assert torch.get_num_threads() == expected
+    torch.set_num_threads(5)
+    threads.share_processors()
+    assert torch.get_num_threads() == min(5, expected), "torch's own number is a bound"
+    torch.set_num_threads(5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    threads.share_processors()
+    assert torch.get_num_threads() == 5
+
+
+@pytest.mark.parametrize("quota, ranks, expected", [("300000", 2, 1), ("50000", 2, 1), ("600000", 2, 3), ("max", 3, 2)])
+def test_ranks_share_the_quota(system, monkeypatch, quota, ranks, expected):
+    """Together they have no more threads than the quota allows, except that each has one."""
+    system(v2(_=f"{quota} 100000"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    system({f"proc/{threads.os.getppid()}/environ": b"A=1\0"})
+    threads.share_processors()
+    assert torch.get_num_threads() == expected
+
+
+class Throttled:
+    """A simulated machine with a quota. In each 100 ms, all threads together may run for 100 ms times the quota; then
+    they stop until the next 100 ms begin. A step takes 5 ms in one thread, and 0.55 of the time in twice as many."""
+
+    def __init__(self, monkeypatch, quota):
+        self.now, self.used, self.quota, self.left = 0.0, 0.0, quota, 0.1 * quota
+        self.random = random.Random(5)
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(threads.time, "process_time", lambda: self.used)
+
+    def step(self, n):
+        seconds = 0.005 * n**-0.86 * self.random.uniform(0.97, 1.03)
+        while seconds > 0:
+            period_end = (self.now // 0.1 + 1) * 0.1 + 1e-9
+            runs = min(seconds, self.left / n, period_end - self.now)
+            seconds -= runs
+            self.used += n * runs
+            self.left -= n * runs
+            self.now += runs
+            if seconds > 0:
+                self.now, self.left = period_end, 0.1 * self.quota
+
+    def run(self, found, until):
+        """The numbers of threads of the steps until then, and the steps per second."""
+        numbers, start = [], self.now
+        while self.now < until:
+            with found.of("decode", 1):
+                numbers.append(torch.get_num_threads())
+                self.step(numbers[-1])
+        return numbers, len(numbers) / (self.now - start)
+
+
+@pytest.mark.parametrize("quota, best", [(0.5, 1), (1, 1), (1.5, 2), (2, 2), (3.5, 4)])
+def test_throttling_is_noticed(system, monkeypatch, quota, best):
+    """The user allows more threads than the quota, and no file says what other programs use. For 50 ms, more threads
+    are faster; throttled, they are not."""
+    system(v2(_=f"{int(quota * 100_000)} 100000"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    machine, found = Throttled(monkeypatch, quota), Threads()
+    machine.run(found, 3)
+    numbers, speed = machine.run(found, 30)
+    torch.set_num_threads(best)
+    expected = Throttled(monkeypatch, quota).run(Threads(fixed=True), 30)[1]
+    assert speed > 0.96 * expected
+    assert sum(n == best for n in numbers) > 0.8 * len(numbers)  # twice as many need only 1.1 of the processor time
+
+
+def test_the_number_follows_a_quota_that_changes(system, monkeypatch):
+    machine = Throttled(monkeypatch, 8)
+    system(v2(_="200000 100000"))
+    threads.share_processors()
+    found = Threads()
+    assert max(machine.run(found, 3)[0]) == 2
+    for quota, most in (("max", 8), ("50000", 1), ("350000", 4), ("max", 8)):
+        system(v2(_=f"{quota} 100000"))
+        machine.run(found, machine.now + 1.1)
+        assert max(machine.run(found, machine.now + 5)[0]) == most
+        with found.of("prefill", 1, fixed=True):
+            assert torch.get_num_threads() == most
+
+
+@pytest.mark.parametrize("variable, fixed", [("OMP_NUM_THREADS", False), ("A", True)])
+def test_the_users_number_stays_when_the_quota_changes(system, monkeypatch, variable, fixed):
+    """fixed: with --threads 4."""
+    machine = Throttled(monkeypatch, 8)
+    monkeypatch.setenv(variable, "4")
+    torch.set_num_threads(4)
+    system(v2(_="200000 100000"))
+    found = Threads(fixed)
+    for quota in ("200000", "max", "100000"):
+        system(v2(_=f"{quota} 100000"))
+        numbers, _ = machine.run(found, machine.now + 3)
+        assert torch.get_num_threads() == 4
+        assert not fixed or set(numbers) == {4}
+
+
+def test_the_quota_is_read_about_once_a_second(system, monkeypatch):
+    machine, reads = Throttled(monkeypatch, 8), []
+    real = threads.usable_processors
+    monkeypatch.setattr(threads, "usable_processors", lambda: reads.append(machine.now) or real())
+    machine.run(Threads(), 10)
+    assert 9 <= len(reads) <= 12
+
+
 def test_the_report_in_words():
     assert threads_text({"prefill": {2: 1}, "decode": {2: 97, 1: 3}}) == "prefill 2, decode 2 (97%) or 1 (3%)"
     assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]

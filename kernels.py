@@ -16,6 +16,7 @@ Importing this file runs one check, `guard_amx`: it must come before the first m
 process.
 """
 
+import math
 import os
 import signal
 import time
@@ -221,8 +222,9 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     window: int or None. A token sees only the last `window` positions, its own included.
     scale: float, by which the products of queries and keys are multiplied, usually E**-0.5.
 
-    Returns (B,S,H,E) in q's dtype, zeros for padding. Slots that no token of the row sees may hold
-    anything, even NaN.
+    Returns (B,S,H,E) in q's dtype, zeros for padding. A slot may hold anything, even NaN, without
+    an effect on the tokens that do not see it, also if other tokens of the pass see it.
+    (With kernels_triton.py this holds only for slots that no token of the row sees.)
     """
     if has_kernel("attention", q.device):
         return torch.ops.fastpath.attention.default(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
@@ -242,8 +244,10 @@ def attention_reference(q, k_cache, v_cache, input_pos, rows, slopes, window, sc
 
     k = k_cache[rows].float().repeat_interleave(H // k_cache.shape[1], dim=1)  # (B,H,T,E)
     v = v_cache[rows].float().repeat_interleave(H // v_cache.shape[1], dim=1)
-    v = v.masked_fill(~visible.any(2)[..., None], 0)  # 0 * NaN is NaN
+    is_bad = ~(k.isfinite() & v.isfinite()).all(-1)  # (B,H,T)
+    v = v.masked_fill(is_bad[..., None], 0)  # 0 * NaN is NaN, so the scores pass it on
     scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * scale  # (B,H,S,T)
+    scores = scores.masked_fill(is_bad[:, :, None], float("nan"))
     if slopes is not None:
         scores = scores - slopes[:, None, None] * distance
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
@@ -261,7 +265,11 @@ def attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
     k, v = read_rows(k_cache, v_cache, rows, len(q))  # (B,K,T,E)
     bias = alibi_bias(slopes, input_pos, k.shape[2])
     visible = visible_slots(input_pos, window, k.shape[2])
-    k, v = zero_unseen(k, v, visible)
+    is_lost = torch.zeros_like(input_pos, dtype=torch.bool)
+    if q.shape[1] == 1:
+        k, v = zero_unseen(k, v, visible)
+    else:
+        q, k, v, is_lost = zero_bad(q, k, v, visible)
     visible = visible | (input_pos < 0)[:, :, None]  # padding sees all slots: see softmax_attention
 
     if q.shape[1] > MAX_DECODE_TOKENS and slopes is None:  # torch's FlashAttention, which never stores the scores
@@ -269,6 +277,7 @@ def attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
         out = out.transpose(1, 2)
     else:
         out = softmax_attention(q, k, v, scale, visible, bias)
+    out = out.masked_fill(is_lost[:, :, None, None], float("nan"))
     return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
 
 
@@ -302,14 +311,22 @@ def attention_eager_cpu(q, k_cache, v_cache, input_pos, rows, slopes, window, sc
     if equally_long and S == 1:
         return softmax_attention(q, k, v, scale, bias=bias)
     visible = visible_slots(input_pos, window, last + 1)
+    masked = visible | (input_pos < 0)[:, :, None]  # padding sees all slots: see softmax_attention
     if equally_long:
         oldest = max(int(input_pos.min()), 0)
-        visible = visible[:, :, oldest:]
+        masked = masked[:, :, oldest:]
     else:
         k, v = zero_unseen(k, v, visible)
-    visible = visible | (input_pos < 0)[:, :, None]  # padding sees all slots: see softmax_attention
-    out = softmax_attention(q, k, v, scale, visible, bias)
-    return torch.where((input_pos >= 0)[:, :, None, None], out, 0)  # (B,S,H,E)
+    is_real = (input_pos >= 0)[:, :, None, None]
+    out = torch.where(is_real, softmax_attention(q, k, v, scale, masked, bias), 0)  # (B,S,H,E)
+    if S == 1 or is_finite(out):
+        return out
+
+    # NaN may have reached tokens that do not see it.
+    q, k, v, is_lost = zero_bad(q, k, v, visible)
+    out = softmax_attention(q, k, v, scale, visible | ~is_real[..., 0], bias)
+    out = out.masked_fill(is_lost[:, :, None, None], float("nan"))
+    return torch.where(is_real, out, 0)
 
 
 def read_rows(k_cache, v_cache, rows, B):
@@ -335,6 +352,26 @@ def zero_unseen(k, v, visible):
     """
     seen = visible.any(1)[:, None, :, None]  # (B,1,T,1)
     return torch.where(seen, k, 0), torch.where(seen, v, 0)
+
+
+def zero_bad(q, k, v, visible):
+    """q, k and v with zeros for all tokens and slots with numbers that are not finite, and for slots
+    that no token of a row sees. Also which tokens must have NaN in the place of their result, (B,S)
+    bool: those with such a query, and those that see such a slot.
+
+    It is needed where tokens of a pass see different slots: see zero_unseen.
+    """
+    is_bad = ~(k.isfinite() & v.isfinite()).all(3).all(1)  # (B,T)
+    is_lost = ~q.isfinite().all(3).all(2) | (visible & is_bad[:, None]).any(2)  # (B,S)
+    is_usable = (visible.any(1) & ~is_bad)[:, None, :, None]  # (B,1,T,1)
+    q = torch.where(is_lost[:, :, None, None], 0, q)
+    return q, torch.where(is_usable, k, 0), torch.where(is_usable, v, 0), is_lost
+
+
+def is_finite(x):
+    """Whether all numbers are finite. It may be False for finite numbers with a sum that is not: a sum
+    takes less time than a look at each number."""
+    return math.isfinite(x.sum(dtype=torch.float32))
 
 
 def alibi_bias(slopes, input_pos, T):
@@ -566,6 +603,9 @@ def delta_chunks(M, q, k, v, log_decay, beta):
         wanted = b * (V - scale * (K @ M))
         deltas = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # (m,n,dv)
         y = scale * (Q @ M) + ((Q @ K.mT) * ratio) @ deltas
+        if not is_finite(y):  # 0 * NaN is NaN, so NaN of a token has reached those before it
+            out[chunk], M, all_deltas[chunk] = delta_tokens(M, *[x[chunk] for x in (q, k, v, log_decay, beta)])
+            continue
         M = scale[:, -1:] * M + K.mT @ (ratio[:, -1, :, None] * deltas)
         out[chunk] = y.transpose(0, 1)
         all_deltas[chunk] = deltas.transpose(0, 1)

@@ -458,7 +458,7 @@ void choose_products(int64_t queries, const Work& work) {
 }
 
 inline void merge_state(float* state, const float* other, int64_t width) {
-  const float m = std::max(state[width], other[width]);
+  const float m = std::max(other[width], state[width]);  // in this order, NaN of `other` is not lost
   if (m == -INF) return;
   const float a = fast_exp(state[width] - m), c = fast_exp(other[width] - m);
   for (int64_t e = 0; e < width; e += LANES)
@@ -467,11 +467,45 @@ inline void merge_state(float* state, const float* other, int64_t width) {
   state[width + 1] = state[width + 1] * a + other[width + 1] * c;
 }
 
+// The output of query number `query` of row b and key head k. Returns whether it is finite.
 template <class T>
-void write_output(const float* state, int64_t width, T* out, int64_t E) {
-  const float l = state[width + 1];
+bool write_output(const Attention<T>& a, int64_t b, int64_t k, int64_t query, const float* state) {
+  const int64_t s = query / a.group(), h = k * a.group() + query % a.group();
+  T* out = a.out + ((b * a.S + s) * a.H + h) * a.E;
+  const float l = state[a.width() + 1];
   const f32x16 inverse = floats(l == 0 ? 0.0f : 1 / l);  // padding sees no slot and gives zeros
-  for (int64_t e = 0; e < E; e += LANES) store(out + e, load(state + e) * inverse, E - e);
+  bool is_finite = true;
+  for (int64_t e = 0; e < a.E; e += LANES) {
+    const f32x16 y = load(state + e) * inverse;
+    is_finite = is_finite && all_finite(y);
+    store(out + e, y, a.E - e);
+  }
+  return is_finite;
+}
+
+// w.state = the states of a tile of queries, after all chunks that at least one of them sees.
+template <class T>
+void attend_tile(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
+  const int64_t stride = a.stride();
+  const auto visible = a.visible_slots(b, begin / a.group(), (begin + count - 1) / a.group() + 1);
+  for (int64_t i = 0; i < count; i++) clear_state(w.state + i * stride, a.width());
+  choose_products<T>(count, [&](auto products) {
+    constexpr Products P = Products(decltype(products)::value);
+    load_queries<P>(a, b, k, begin, count, w);
+    for (int64_t chunk = visible.first / CHUNK; chunk * CHUNK <= visible.second; chunk++) {
+      attend_chunk<P>(a, b, k, begin, count, chunk, w, w.chunk_state);
+      for (int64_t i = 0; i < count; i++) merge_state(w.state + i * stride, w.chunk_state + i * stride, a.width());
+    }
+  });
+}
+
+// Computes a query again whose output is not finite. In a tile, NaN in a slot reaches all queries, because 0 times NaN
+// is NaN: also those of earlier tokens, which do not see the slot. A query by itself reads only what it sees.
+template <class T>
+void attend_alone(const Attention<T>& a, int64_t b, int64_t k, int64_t query, const Workspace& w) {
+  if (a.S == 1) return;  // no other token was in the tile
+  attend_tile(a, b, k, query, 1, w);
+  write_output(a, b, k, query, w.state);
 }
 
 // Prefill: a thread computes all chunks of a tile of queries. Consecutive tiles go to different threads, because later
@@ -479,24 +513,14 @@ void write_output(const float* state, int64_t width, T* out, int64_t E) {
 template <class T>
 void attention_by_queries(const Team& team, const Attention<T>& a, const Workspace& w) {
   const int64_t G = a.group(), queries = a.S * G, tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
-  const int64_t stride = a.stride();
   for (int64_t item = team.thread; item < a.B * a.K * tiles; item += team.threads) {
     const int64_t b = item / (a.K * tiles), k = item / tiles % a.K, begin = item % tiles * QUERY_TILE;
     const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
-    const auto visible = a.visible_slots(b, begin / G, (begin + count - 1) / G + 1);
-    for (int64_t i = 0; i < count; i++) clear_state(w.state + i * stride, a.width());
-    choose_products<T>(count, [&](auto products) {
-      constexpr Products P = Products(decltype(products)::value);
-      load_queries<P>(a, b, k, begin, count, w);
-      for (int64_t chunk = visible.first / CHUNK; chunk * CHUNK <= visible.second; chunk++) {
-        attend_chunk<P>(a, b, k, begin, count, chunk, w, w.chunk_state);
-        for (int64_t i = 0; i < count; i++) merge_state(w.state + i * stride, w.chunk_state + i * stride, a.width());
-      }
-    });
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t s = (begin + i) / G, h = k * G + (begin + i) % G;
-      write_output(w.state + i * stride, a.width(), a.out + ((b * a.S + s) * a.H + h) * a.E, a.E);
-    }
+    attend_tile(a, b, k, begin, count, w);
+    std::vector<int64_t> bad;  // it takes no memory while it is empty
+    for (int64_t query = begin; query < begin + count; query++)
+      if (!write_output(a, b, k, query, w.state + (query - begin) * a.stride())) bad.push_back(query);
+    for (int64_t query : bad) attend_alone(a, b, k, query, w);
   }
 }
 
@@ -557,7 +581,8 @@ void merge_split(const Team& team, const Attention<T>& a, const SplitPlan& plan,
       clear_state(w.state, a.width());
       for (int64_t item = first + h / G * chunks, last = item + chunks; item < last; item++)
         merge_state(w.state, states + (item * queries + s * G + h % G) * a.stride(), a.width());
-      write_output(w.state, a.width(), a.out + at * a.E, a.E);
+      const int64_t query = s * G + h % G;
+      if (!write_output(a, b, h / G, query, w.state)) attend_alone(a, b, h / G, query, w);
     }
   });
 }

@@ -338,6 +338,38 @@ def test_logits_that_are_not_finite_end_their_request_alone(models, temperature)
     assert after.cached_tokens == 0, "the cache of a failed row is not reused"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["llama-mha", "mistral-window", "qwen35-wide", "lfm2-biased", "mixtral-3"])
+def test_a_prefix_of_a_request_that_is_not_finite_can_be_reused(tiny, name, kernels, dtype):
+    """A request with this prefix comes while the other one waits, is read, or has ended, and gets its usual tokens."""
+    model = load_model(tiny(name)[2], dtype=dtype, kernels=kernels)
+    shared, first, second, third = random_prompts([30, 9, 13, 20], seed=2)
+    prompts = [shared + second, third]
+    expected = [tokens_of(model, Request(prompt, GREEDY, 6)) for prompt in prompts]
+    known = {*shared, *first, *second, *third, *expected[0], *expected[1]}
+    poison = next(token for token in range(3, VOCABULARY) if token not in known)
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
+
+    cached = []
+    ways = [("nan", 50, 1, "error"), ("inf", 34, 1, "error"), ("-inf", 17, 0, "error"), ("nan", 17, 9, "error")]
+    for value, chunk, steps, reason in [*ways, ("nan", 34, 1, "cancelled"), ("inf", 17, 2, "cancelled")]:
+        model.embedding.weight[poison] = float(value)
+        engine = Engine(model, 3, LENGTH, options=EngineOptions(chunk_tokens=chunk, always_chunk=True))
+        bad = Request([*shared, poison, *first, poison], GREEDY, 6)
+        requests = [Request(prompt, GREEDY, 6, logprobs=1) for prompt in prompts]
+        engine.add(bad)
+        for _ in range(steps):
+            engine.step()
+        if reason == "cancelled":
+            engine.cancel(bad)
+        generate(engine, requests)
+        assert (bad.finish_reason, bad.new_tokens) == (reason, [])
+        assert [request.new_tokens for request in requests] == expected, (value, chunk, steps)
+        cached.append(requests[0].cached_tokens)
+    assert max(cached) > 0
+
+
 def test_a_request_that_only_reads_its_prompt_fails_as_well(models):
     """Without new tokens, too, logits that are not finite are an error, and the row is not reused."""
     model = copy.deepcopy(models("qwen3-gqa"))

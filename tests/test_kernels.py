@@ -82,6 +82,28 @@ def test_attention_equals_naive(name, dtype, window, alibi):
         assert (out[input_pos < 0] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window, alibi", [(None, False), (8, True)])
+@pytest.mark.parametrize("starts", [(0, 40, 11), (7, 7, 7)], ids=["ragged", "equally long"])
+@pytest.mark.parametrize("S", [5, 41])
+def test_what_is_not_finite_reaches_only_tokens_that_see_it(dtype, window, alibi, starts, S):
+    """Tokens of one pass stand before and behind a slot with NaN, or have a query with NaN."""
+    q, k, v, input_pos = case(S=S, starts=starts, dtype=dtype)
+    k[0, 1, starts[0] + 3] = float("nan")
+    v[1, 0, starts[1] + 2] = float("inf")
+    q[2, 4] = float("nan")
+    slopes = torch.linspace(0.7, 0.05, q.shape[2]) if alibi else None
+    places = (input_pos, None, slopes, window, 0.4)
+    expected = naive(q, k, v, *places)
+    sees = ~expected.isfinite().all(3).all(2)  # (B,S)
+    assert 0 < sees.sum() < sees.numel()
+    for version in VERSIONS:
+        out = version(q, k, v, *places)
+        assert torch.equal(~out.isfinite().all(3).all(2), sees), version
+        tolerance = FLOAT32 if dtype == torch.float32 else BFLOAT16
+        assert (out.double() - expected)[~sees].abs().max() < tolerance, version
+
+
 @pytest.mark.parametrize("S", [1, 5, 33])
 def test_attention_through_rows(S):
     q, k, v, input_pos = case(S=S, poison=False)

@@ -390,6 +390,23 @@ def test_attention_of_a_token_has_the_same_bits_in_every_batch(dtype, window, sl
                 assert torch.equal(ops.attention(*part, scale), together[b : b + 1, tokens])
 
 
+@pytest.mark.parametrize("window, slopes", [(None, False), (30, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B, S", [(1, 5), (30, 5), (2, 45)])
+def test_what_is_not_finite_reaches_only_tokens_that_see_it(dtype, window, slopes, B, S):
+    """The others have the same bits as with any number in its place: queries that share chunks, and tiles."""
+    case = attention_case(5, dtype, B, S, 2, 3, 80, 140, window, slopes, False, False)
+    q, k_cache, v_cache, input_pos = case[:4]
+    clean = ops.attention(*case)
+    for b, cache in zip(range(B), itertools.cycle([v_cache, k_cache])):
+        cache[b, :, input_pos[b, 3]] = float("nan")
+    found = ops.attention(*case)
+    assert torch.equal(found[:, :3], clean[:, :3])
+    sees = input_pos[:, 3:] - input_pos[:, 3:4] < (window or S)
+    assert torch.equal(found[:, 3:].isnan().all(3).all(2), sees)
+    assert torch.equal(found[:, 3:][~sees], clean[:, 3:][~sees])
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(
     seed=st.integers(0, 2**31), S=st.integers(2, 20), K=st.integers(1, 2), group=st.sampled_from([1, 2, 3, 5, 8]),

@@ -93,6 +93,16 @@ def test_a_pass_from_the_start(implementation, net, S):
     assert state.matrix[1].isnan().all(), "the other row is left alone"
 
 
+@pytest.mark.parametrize("at", [3, 70, 95])  # of 100 tokens, the last 16 of which are pending
+def test_what_is_not_finite_reaches_only_later_tokens(implementation, at):
+    tokens = delta_inputs(WIDE, 1, 100)
+    expected = outputs(WIDE, tokens)
+    tokens[1][:, at] = torch.nan
+    y = run(delta_state(WIDE, 1), tokens, slice(0, 100))
+    torch.testing.assert_close(y[:, :at], expected[:, :at], rtol=NEAR, atol=20 * NEAR)
+    assert y[:, at:].isnan().all()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_drafted_tokens_are_taken_back(implementation, seed):
     """Passes of all lengths, after each of which some of the last tokens are rejected and then read again."""

@@ -233,6 +233,42 @@ def test_logits_that_are_not_finite_end_a_row_alone(tiny, tiny_model, kind, temp
     assert results(engine, requests[1:]) == [beside], "nothing of it is left in the cache"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["llama-mha", "mistral-window", "qwen35-wide", "lfm2-biased", "mixtral-3"])
+def test_rejected_tokens_that_are_not_finite_do_no_harm(tiny, name, kernels, dtype):
+    """Neither in the pass that rejects them nor in later ones, with proposals of one length and of several."""
+
+    class Poisoned(Draft):
+        name = "poisoned"
+
+        def propose(self, batch, k):
+            """As many right tokens as are ready, then two that are not finite."""
+            proposed = []
+            for row in batch.rows:
+                right = expected[tuple(row.request.prompt)][len(row.request.new_tokens) :]
+                proposed.append([*right[: self.ready[row.index]], poison, poison])
+            return Proposal(proposed, k)
+
+    model = load_model(tiny(name)[2], dtype=dtype, kernels=kernels)
+    prompts = random_prompts((5, 21))
+    expected = {}
+    for prompt in prompts:
+        [(expected[tuple(prompt)], _)] = results(Engine(model, 1, LENGTH), [Request(prompt, GREEDY, 12)])
+    known = {token for pair in expected.items() for tokens in pair for token in tokens}
+    poison = next(token for token in range(3, 131) if token not in known)
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone(), requires_grad=False)
+    for value, ready in (("nan", (1, 1)), ("inf", (0, 2)), ("-inf", (2, 2))):
+        model.embedding.weight[poison] = float(value)
+        draft = Poisoned()
+        draft.ready = ready
+        speculation = Speculation([draft], max(ready) + 2, automatic=False)
+        engine = Engine(model, 2, LENGTH, decoding=speculation)
+        found = results(engine, [Request(prompt, GREEDY, 12) for prompt in prompts])
+        assert found == [(tokens, "length") for tokens in expected.values()], (value, ready)
+        assert sum(speculation.report.accepted) > 0
+
+
 def test_logprobs_are_those_of_plain_decoding(tiny, tiny_model):
     model = tiny_model("llama-gqa-biased")
     for kind, params in (("lookup", SamplingParams(seed=3)), ("a noisy copy", GREEDY)):

@@ -285,6 +285,8 @@ BLOCK_STARTS = {
 class MessageBuilder:
     """Builds the response of /v1/messages, as responses.ResponseBuilder does for OpenAI's paths."""
 
+    ping = named_event({"type": "ping"})
+
     def __init__(self, model: ServedModel, completion: CompletionRequest):
         self.model = model
         self.completion = completion

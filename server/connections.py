@@ -9,7 +9,7 @@ import asyncio
 import re
 import resource
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import h11
 import uvicorn
@@ -19,6 +19,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from server.error_responses import OutermostApp, error_body, new_request_id
 from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json
 
+# A prompt that fits into the context takes fewer bytes for each of its tokens, even if its text is
+# escaped in JSON.
+BODY_BYTES_PER_TOKEN = 256
+BODIES_AT_ONCE = 4  # so many bodies of the largest size may be in memory at the same time
 BODY_TIMEOUT_S = 30  # for a request's body to arrive
 MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers
 HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
@@ -65,6 +69,7 @@ class RequestParser(h11.Connection):
     long, and accepts the absolute targets that proxies send."""
 
     request: h11.Request | None = None  # the current one, once its head is complete
+    max_body_bytes = MAX_BODY_BYTES
 
     def next_event(self):
         bytes_before = len(self.trailing_data[0])
@@ -83,8 +88,8 @@ class RequestParser(h11.Connection):
         # can hold another one (request smuggling).
         if b"content-length" in fields and b"transfer-encoding" in fields:
             raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
-        if int(fields.get(b"content-length", 0)) > MAX_BODY_BYTES:  # refused before it is sent
-            raise h11.RemoteProtocolError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+        if int(fields.get(b"content-length", 0)) > self.max_body_bytes:  # refused before it is sent
+            raise h11.RemoteProtocolError(f"the body has more than {self.max_body_bytes} bytes", 413)
 
         absolute = ABSOLUTE_TARGET.fullmatch(event.target)
         if absolute is None:
@@ -107,6 +112,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
+        self.conn.max_body_bytes = self.config.app.bodies.max_bytes
         # Whether a request could not be parsed, so that the rest of the input means nothing.
         self.is_invalid = False
         # Closes the connection some time after a request was refused.
@@ -191,26 +197,47 @@ class HttpConnection(H11Protocol):
             self.closing = self.loop.call_at(when, self.transport.close)
 
 
-async def read_body(request: HttpRequest) -> bytes:
-    """The body of a request; ApiError if it is too long or too late."""
-    try:
-        return await asyncio.wait_for(collect_body(request), BODY_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        raise ApiError(f"the body did not arrive within {BODY_TIMEOUT_S} s", 408, code="timeout") from None
-    except asyncio.CancelledError:  # uvicorn shuts down and does not wait for the rest
-        raise ApiError("the server is shutting down", 503, code="draining", retry_after=1) from None
+class BodyLimits:
+    """How many bytes the bodies of requests may have: each, and all that are in memory at once."""
+
+    def __init__(self, context_length: int):
+        self.max_bytes = max(MAX_BODY_BYTES, BODY_BYTES_PER_TOKEN * context_length)
+        self.free_bytes = BODIES_AT_ONCE * self.max_bytes  # for what bodies have beyond MAX_BODY_BYTES
+
+    def take(self, count: int):
+        if count > self.free_bytes:
+            raise ApiError("too many large bodies at once", 503, code="overloaded", retry_after=1)
+        self.free_bytes -= count
 
 
-async def collect_body(request: HttpRequest) -> bytes:
+@asynccontextmanager
+async def body_of(request: HttpRequest):
+    """A context with the body of a request, which counts as being in memory until the context ends.
+    ApiError if the body is too long or too late, or if there is no memory for it."""
+    limits = request.app.state.bodies
     data = bytearray()
+    try:
+        try:
+            await asyncio.wait_for(collect_body(request, data, limits), BODY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise ApiError(f"the body did not arrive within {BODY_TIMEOUT_S} s", 408, code="timeout") from None
+        except asyncio.CancelledError:  # uvicorn shuts down and does not wait for the rest
+            raise ApiError("the server is shutting down", 503, code="draining", retry_after=1) from None
+        yield data
+    finally:
+        limits.free_bytes += max(0, len(data) - MAX_BODY_BYTES)
+
+
+async def collect_body(request: HttpRequest, data: bytearray, limits: BodyLimits):
+    """Add the body of a request to `data`."""
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size <= MAX_BODY_BYTES:
+        if size <= limits.max_bytes:
+            limits.take(max(0, size - MAX_BODY_BYTES) - max(0, len(data) - MAX_BODY_BYTES))
             data += part
         # Many clients read the response only when they have sent all, so some more is read.
-        if size > 10 * MAX_BODY_BYTES:
+        if size > 10 * limits.max_bytes:
             break
-    if size > MAX_BODY_BYTES:
-        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="request_too_large")
-    return bytes(data)
+    if size > limits.max_bytes:
+        raise ApiError(f"the body has more than {limits.max_bytes} bytes", 413, code="request_too_large")

@@ -35,16 +35,18 @@ from starlette.routing import Route
 
 from cli import open_closed_streams
 from server.access import CORS_HEADERS, ApiKey, SameSite, is_loopback
-from server.api import Choice, ServedModel
-from server.connections import HttpServer, read_body
+from server.api import ServedModel
+from server.connections import BodyLimits, HttpServer, body_of
 from server.engine_client import EngineClient, UpdateStream
 from server.error_responses import ANTHROPIC_PATH, OutermostApp, handle_error, has_anthropic, internal_error
-from server.pipe_messages import Settings, Update
-from server.request_fields import ApiError, encode_json, parse_object
+from server.pipe_messages import Settings
+from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.responses import ResponseBuilder
 
 VERSION = "0.1.0"  # of the API, for /version
 PARSER_THREADS = 64
+FIRST_UPDATE_S = 0.2  # a stream's head is sent after this time, even if there is no update yet
+PING_S = 10.0  # between two pings before the first update
 
 # ---------------------------------------------------------------- the process
 
@@ -128,7 +130,8 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[access])
     app.router.redirect_slashes = False
     app.state.metrics = engine.metrics
-    return OutermostApp(app, headers)
+    app.state.bodies = BodyLimits(settings.context_length)
+    return OutermostApp(app, headers, app.state.bodies)
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: Callable = ResponseBuilder):
@@ -140,10 +143,10 @@ def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callabl
 
     async def endpoint(request: HttpRequest):
         engine.check_room()  # now, because the body may come slowly; reserve() checks again
-        body = await read_body(request)
-        with engine.reserve():
-            # In a thread, because tokenizing may take long.
-            completion = await asyncio.to_thread(lambda: parse(parse_object(body)))
+        async with body_of(request) as body:
+            with engine.reserve():
+                # In a thread, because tokenizing may take long.
+                completion = await asyncio.to_thread(lambda: parse(parse_object(body)))
         updates = engine.generate(completion, request.receive)
         try:
             return await respond(updates, builder(model, completion))
@@ -158,8 +161,8 @@ def post_endpoint(work: Callable[[dict], dict]):
     """An endpoint whose JSON response depends on the body alone."""
 
     async def endpoint(request: HttpRequest):
-        body = await read_body(request)
-        return json_response(await asyncio.to_thread(lambda: work(parse_object(body))))
+        async with body_of(request) as body:
+            return json_response(await asyncio.to_thread(lambda: work(parse_object(body))))
 
     return endpoint
 
@@ -193,7 +196,7 @@ def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
         return []
     from server.openai_responses import ItemBuilder, KeptResponses, parse_response
 
-    kept = KeptResponses()
+    kept = KeptResponses(BodyLimits(model.context_length).max_bytes / MAX_BODY_BYTES)
     parse = partial(parse_response, model, kept)
     create = completion_endpoint(engine, model, parse, partial(ItemBuilder, kept))
 
@@ -244,10 +247,18 @@ def page_routes() -> list[Route]:
 
 
 async def respond(updates: UpdateStream, builder: ResponseBuilder):
-    """The response to a request, as an ASGI application. A stream begins after its first update, so
-    that earlier errors have a status code of their own."""
+    """The response to a request, as an ASGI application. A stream waits a moment for its first update, so
+    that an error that comes at once has a status code of its own."""
     if builder.completion.stream:
-        return EventStream(updates, builder, await anext(updates))
+        first = asyncio.ensure_future(anext(updates))
+        try:
+            done, _ = await asyncio.wait([first], timeout=FIRST_UPDATE_S)
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
+        if done:
+            first.result()  # raises the error, if it is one
+        return EventStream(updates, builder, first)
 
     async for choice, update in updates:
         choice.updates.append(update)
@@ -257,14 +268,16 @@ async def respond(updates: UpdateStream, builder: ResponseBuilder):
 
 
 class EventStream:
-    """Server-sent events, as an ASGI application."""
+    """Server-sent events, as an ASGI application. While a long prompt is read, the client gets a ping from
+    time to time, because clients and proxies give up if nothing comes."""
 
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
     ]
 
-    def __init__(self, updates: UpdateStream, builder: ResponseBuilder, first: tuple[Choice, Update]):
+    def __init__(self, updates: UpdateStream, builder: ResponseBuilder, first: asyncio.Future):
+        """first: of the first (choice, update)."""
         self.updates = updates
         self.builder = builder
         self.first = first
@@ -279,13 +292,17 @@ class EventStream:
         except (ClientDisconnect, asyncio.CancelledError):  # uvicorn cancels this if it shuts down
             pass
         finally:
+            self.first.cancel()
             self.updates.close()
 
     async def _parts(self, scope) -> AsyncIterator[bytes]:
         try:
+            while not self.first.done():
+                yield self.builder.ping
+                await asyncio.wait([self.first], timeout=PING_S)
             # In a thread, like `whole` above: the first update may have the log-probabilities of a
             # whole prompt. Later updates have those of a few tokens, which take 0.3 ms each.
-            yield await asyncio.to_thread(self.builder.stream_update, *self.first)
+            yield await asyncio.to_thread(self.builder.stream_update, *self.first.result())
             async for choice, update in self.updates:
                 yield self.builder.stream_update(choice, update)
             yield self.builder.stream_end()

@@ -20,7 +20,7 @@ from server.api import Choice, CompletionRequest, ServedModel
 from server.chat_prompts import check_content, check_name, check_string, get_key
 from server.pipe_messages import Update
 from server.request_fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json, log_once
-from server.responses import named_event
+from server.responses import ResponseBuilder, named_event
 
 MAX_KEPT = 1000  # turns
 MAX_KEPT_BYTES = 1 << 26
@@ -42,7 +42,9 @@ class KeptResponses:
     Several threads use it: each change is one operation of a dictionary.
     """
 
-    def __init__(self):
+    def __init__(self, largest: float = 1):
+        """largest: the size of the largest body of a request, in MAX_BODY_BYTES."""
+        self.largest = largest
         # A turn as JSON, which takes less memory than its values, and the time when it expires.
         self.turns: dict[str, tuple[bytes, float]] = {}
 
@@ -150,7 +152,7 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
     previous = fields.read("previous_response_id", str)
     if previous is not None:
         _, turn.messages = kept.find(previous, "previous_response_id")
-    read_input(fields, turn.messages)
+    read_input(fields, turn.messages, int(2 * MAX_BODY_BYTES * kept.largest))
 
     choice = fields.unread.pop("tool_choice", None)
     several = fields.read("parallel_tool_calls", bool, True)
@@ -181,8 +183,8 @@ def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
     }  # fmt: skip
 
 
-def read_input(fields: FieldReader, messages: list[dict]):
-    """Read the field `input`, and add its items to the messages of a chat."""
+def read_input(fields: FieldReader, messages: list[dict], max_bytes: int):
+    """Read the field `input`, and add its items to the messages of a chat, which may have max_bytes."""
     given = fields.read("input", (str, list), [])
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -190,8 +192,8 @@ def read_input(fields: FieldReader, messages: list[dict]):
     if not messages or "tool_calls" in messages[-1]:
         rule = "a string or a list of items whose last one is not a function_call"
         raise ApiError(f"input must be {rule}", param="input")
-    if len(encode_json(messages)) > 2 * MAX_BODY_BYTES:
-        text = f"the conversation has more than {2 * MAX_BODY_BYTES} bytes"
+    if len(encode_json(messages)) > max_bytes:
+        text = f"the conversation has more than {max_bytes} bytes"
         raise ApiError(text, param="input")
 
 
@@ -360,6 +362,8 @@ NAMES = {
 class ItemBuilder:
     """Builds the response of /v1/responses, as responses.ResponseBuilder does for OpenAI's other
     paths."""
+
+    ping = ResponseBuilder.ping
 
     def __init__(self, kept: KeptResponses, model: ServedModel, completion: CompletionRequest):
         self.kept = kept

@@ -20,9 +20,11 @@ class ResponseBuilder:
     """Builds the response of /v1/completions or /v1/chat/completions.
 
     `whole` is the response that is not streamed. A stream consists of what `stream_update` returns
-    for each update, and ends with `stream_end` or `stream_error`. Any class with these four methods
-    can build responses (EventStream sends them).
+    for each update, and ends with `stream_end` or `stream_error`. Before the first update, it may have
+    any number of `ping`. Any class with these members can build responses (EventStream sends them).
     """
+
+    ping = b": ping\n\n"  # a comment, which clients ignore
 
     def __init__(self, model: ServedModel, completion: CompletionRequest):
         self.model = model

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from scripted import app_settings
+from scripted import Answer, ScriptedEngine, app_settings
 from servers import (
     KEY,
     OPTIONS,
@@ -40,10 +40,12 @@ from server import http_server
 from server.access import ApiKey, is_loopback
 from server.anthropic import MessageBuilder
 from server.api import ServedModel
+from server.connections import BodyLimits, body_of
 from server.engine_client import EngineClient
 from server.http_server import make_app
 from server.openai_responses import ItemBuilder
 from server.pipe_messages import TextRequest, Update
+from server.request_fields import ApiError
 from server.responses import ResponseBuilder
 
 pytestmark = pytest.mark.slow
@@ -572,3 +574,120 @@ def test_names_of_this_machine():
     )
     others = ("0.0.0.0", "::", "10.0.0.1", "local", "host", "", "localhost.example", "fe80::1%lo")
     assert not any(map(is_loopback, others))
+
+
+# ---------------------------------------------------------------- large bodies
+
+
+@pytest.mark.parametrize("context, largest", [(1600, 1 << 20), (20_000, 5_120_000)])
+def test_the_largest_body_follows_from_the_context(checkpoints, context, largest):
+    """A prompt of 12,500 tokens as 1.2 MB of escaped JSON is read. A longer body is refused with the bound."""
+    settings = replace(app_settings(checkpoints[None], TEMPLATE, None), context_length=context)
+    client = TestClient(make_app(settings, ScriptedEngine(), "127.0.0.1"), base_url="http://127.0.0.1")
+    body = b'{"prompt": "' + b"\\u00e9" * 200_000 + b'"}'
+    answer = client.post("/tokenize", content=body)
+    assert answer.status_code == (200 if len(body) <= largest else 413)
+    if answer.status_code == 200:
+        assert answer.json()["count"] >= 200_000
+    for size, status in ((largest, 400), (largest + 1, 413)):
+        answer = client.post("/tokenize", content=b" " * size)
+        assert answer.status_code == status
+    assert f"more than {largest} bytes" in answer.json()["error"]["message"]
+
+
+def test_large_bodies_share_their_memory():
+    """What bodies have beyond 1 MiB is taken from one amount, and given back, also after a failure."""
+    limits = BodyLimits(20_000)
+    app = SimpleNamespace(state=SimpleNamespace(bodies=limits))
+    whole = limits.free_bytes
+
+    def request(size):
+        async def stream():
+            yield b" " * (1 << 20)
+            yield b" " * (size - (1 << 20))
+
+        return SimpleNamespace(app=app, stream=stream)
+
+    async def hold(number, size):
+        if number == 0:
+            return
+        async with body_of(request(size)) as body:
+            assert len(body) == size
+            await hold(number - 1, size)
+
+    most = whole // (limits.max_bytes - (1 << 20))
+    asyncio.run(hold(most, limits.max_bytes))
+    assert limits.free_bytes == whole
+    for number, size, status in ((most + 1, limits.max_bytes, 503), (1, limits.max_bytes + 1, 413)):
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(hold(number, size))
+        assert caught.value.status == status and limits.free_bytes == whole
+
+
+# ---------------------------------------------------------------- streams while a prompt is read
+
+BODIES = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
+    "/v1/responses": {"input": "a"},
+}
+
+
+class SlowAnswer(Answer):
+    """The first update comes after some time."""
+
+    delay = 0.5
+
+    async def __anext__(self):
+        await asyncio.sleep(self.delay)
+        self.delay = 0
+        return await super().__anext__()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_has_pings_before_its_first_update(checkpoints, monkeypatch, path):
+    """And then what it has without them. Errors that are known at once have their status."""
+    monkeypatch.setattr(http_server, "PING_S", 0.05)
+    engine = ScriptedEngine()
+    client = TestClient(
+        make_app(app_settings(checkpoints[None], TEMPLATE, None), engine, "127.0.0.1"), "http://localhost"
+    )
+
+    def stream(*updates, answer=Answer):
+        engine.updates = updates
+        monkeypatch.setattr("scripted.Answer", answer)
+        found = client.post(path, json=BODIES[path] | {"stream": True})
+        random_ids = r"[a-z]+[_-][0-9a-f]{16,}|\"(created|created_at|completed_at)\": [\d.]+"
+        return found.status_code, re.sub(random_ids, "", found.text)
+
+    end = {"text": "b", "finish_reason": "stop"}
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n' if path == "/v1/messages" else ": ping\n\n"
+    status, without = stream({"text": "a"}, end)
+    assert status == 200 and ping not in without
+    status, slow = stream({"text": "a"}, end, answer=SlowAnswer)
+    assert (status, slow.replace(ping, "")) == (200, without)
+    assert slow.startswith(3 * ping) and slow.count(ping) < 12
+
+    failure = ApiError("no", 503)
+    assert stream(failure)[0] == 503
+    status, late = stream(failure, answer=SlowAnswer)
+    assert status == 200 and late.startswith(ping) and "no" in late
+    engine.error = ApiError("full", 429, retry_after=1)
+    assert stream({"text": "a"}, end)[0] == 429
+
+
+def test_the_head_of_a_stream_comes_while_its_request_waits(small):
+    """The only row is busy. The client has the head and a ping long before its first token."""
+    busy = longest(small, stream=True)
+    assert busy.socket.recv(1 << 16)
+    wait_for(lambda: small.metric("rows_active") == 1, "a request to run")
+    waiting = RawClient(small, {"prompt": [9], "max_tokens": 3, "stream": True})
+    text = b""
+    while b": ping\n\n" not in text:
+        text += waiting.socket.recv(1 << 16)
+    assert text.startswith(b"HTTP/1.1 200") and b"data:" not in text and small.metric("rows_active") == 1
+    busy.leave(reset=False)
+    while b"[DONE]" not in text:
+        text += waiting.socket.recv(1 << 16)
+    waiting.leave(reset=False)

@@ -168,7 +168,9 @@ class TextStream:
         self.shown = {i: self.vocabulary.name(i).encode() for i in shown_ids}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
-        self.space = b""  # others put one after each word; that after the last word is dropped
+        # Some vocabularies of a tokenizer.json put one after each word; that after the last word is dropped.
+        self.ends_with_space = getattr(self.vocabulary, "ends_with_space", False)
+        self.space = b""
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
@@ -190,7 +192,7 @@ class TextStream:
             self.started = True
             if self.vocabulary.begins_with_space:
                 data = data.removeprefix(b" ")
-        if self.vocabulary.ends_with_space:
+        if self.ends_with_space:
             data = self.space + data
             self.space = b" " if data.endswith(b" ") else b""
             data = data.removesuffix(b" ")
@@ -581,8 +583,6 @@ class SentencePieceVocabulary:
     split at them first. The library also puts a space before every text that it encodes. After an
     added token, only vocabularies that transformers calls `legacy` have this space.
     """
-
-    ends_with_space = False
 
     def __init__(self, data: bytes, config: dict):
         from sentencepiece import SentencePieceProcessor

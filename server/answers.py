@@ -119,6 +119,9 @@ class AnswerParser:
         self.is_fenced = False  # the answer began with a code block
         self.scanner = JsonScanner()
         self.scanned = 0  # characters of `text` that the scanner has seen
+        self.raw = ""  # the text of the current call
+        self.arguments = JsonRepair()  # of the current call
+        self.broken: dict[int, str] = {}  # index -> the text of a call whose arguments are not JSON
         self.types: Mapping[str, Types] = {}  # of the arguments of the current call
         self.value = ValueText(None)  # of the current argument
         self.is_first = True  # no argument of the current call has been read
@@ -398,7 +401,7 @@ class AnswerParser:
         """
         start = self.call_start.match(self.text)
         if start is not None and start[1] in self.syntax.names:
-            self._take(start.end())
+            self.raw = self.held + self._take(start.end())
             return self._begin_call(start[1])
         if self.is_bare and not self._may_be_call():
             return self._refuse(self._take(1))
@@ -455,7 +458,7 @@ class AnswerParser:
         """(name, arguments as JSON text) of an object; None if it is not a call of a known tool, or
         not complete."""
         try:
-            value = json.loads(text)
+            value = json.loads(JsonRepair().add(text))
             if isinstance(value, dict) and isinstance(value.get("function"), dict):
                 value = value["function"]
             if not isinstance(value, dict):
@@ -466,7 +469,7 @@ class AnswerParser:
             for key in ("parameters", "arguments", self.keys[1]):  # the last one counts
                 arguments = value.get(key, arguments)
             if isinstance(arguments, str):
-                arguments = json.loads(arguments)
+                arguments = json.loads(JsonRepair().add(arguments))
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 return None
             if name not in self.syntax.names:
@@ -491,7 +494,7 @@ class AnswerParser:
             name = re.fullmatch(self.format.call_start(self.held), self.text[:at])
         if name is None or name[1] not in self.syntax.names:
             return self._refuse("")
-        self._take(at)
+        self.raw = self.held + self._take(at)
         return self._begin_call(name[1])
 
     def _begin_call(self, name: str, arguments: str = "") -> bool:
@@ -508,6 +511,7 @@ class AnswerParser:
             self.whole_calls += 1
         self.calls += 1
         self.scanner = JsonScanner(0, self.closers)
+        self.arguments = JsonRepair()
         self.read = self._read_arguments
         if self.format.parameters is not None:
             self.types = self.syntax.types.get(name, {})
@@ -517,13 +521,17 @@ class AnswerParser:
 
     def _read_arguments(self) -> bool:
         at, is_complete = self.scanner.scan(self.text, 0, self.ended)
-        if at:
-            self.events.append(CallArguments(self.calls - 1, self._take(at)))
+        taken = self._take(at)
+        self.raw += taken
+        self._add_arguments(self.arguments.add(taken))
         if not is_complete:
             return False
 
         if self.scanner.depth <= 0:  # otherwise a mark that ends calls has cut them off
-            self.whole_calls += 1
+            if self.arguments.is_valid():
+                self.whole_calls += 1
+            else:
+                self.broken[self.calls - 1] = self.raw
         if self.format.keys is None:
             return self._end_call()
         self.scanner = JsonScanner(1, self.closers)
@@ -532,10 +540,14 @@ class AnswerParser:
 
     def _read_rest_of_object(self) -> bool:
         at, is_complete = self.scanner.scan(self.text, 0, self.ended)
-        self._take(at)
+        self._add_to_broken_call(self._take(at))
         if not is_complete:
             return False
         return self._end_call()
+
+    def _add_to_broken_call(self, text: str):
+        if self.calls - 1 in self.broken:
+            self.broken[self.calls - 1] += text
 
     # ------------------------------------------------------------ arguments one by one
 
@@ -649,7 +661,7 @@ class AnswerParser:
 
         closer = next((mark for mark in closers if stripped.startswith(mark)), None)
         if closer is not None:
-            self.text = stripped.removeprefix(closer)
+            self._add_to_broken_call(self._take(len(self.text) - len(stripped) + len(closer)))
             self.is_closed = True
         elif any(mark.startswith(stripped) for mark in closers):
             return False
@@ -671,6 +683,76 @@ class AnswerParser:
     def _read_nothing(self) -> bool:
         self.text = ""
         return False
+
+
+def without_broken_calls(events: list[Event], broken: dict[int, str]) -> list[Event]:
+    """The events of a whole answer, with the calls in AnswerParser.broken as content."""
+    kept = []
+    indices = {}  # of the other calls: before, now
+    for event in events:
+        index = getattr(event, "index", None)
+        if index is None:
+            kept.append(event)
+        elif index not in broken:
+            indices.setdefault(index, len(indices))
+            kept.append(replace(event, index=indices[index]))
+        elif isinstance(event, CallBegins):
+            kept.append(Content(broken[index]))
+    return kept
+
+
+class JsonRepair:
+    """Makes valid JSON of what models often write instead: line breaks and other control characters
+    in a string, a comma before a closing bracket, a backslash that begins no escape sequence.
+
+    The text may come in pieces. What is not known to be valid yet is held back.
+    """
+
+    def __init__(self):
+        self.text = ""  # all that was returned
+        self.in_string = False
+        self.held = ""  # a backslash in a string; elsewhere a comma, and the white space after it
+
+    def add(self, text: str) -> str:
+        repaired = "".join(map(self._repair, text))
+        self.text += repaired
+        return repaired
+
+    def _repair(self, char: str) -> str:
+        if self.in_string:
+            return self._repair_in_string(char)
+        if char == "," or (self.held and char.isspace()):
+            before = self.held if char == "," else ""
+            self.held = char if char == "," else self.held + char
+            return before
+        if char in "}]":
+            self.held = self.held.removeprefix(",")
+        before = self.held
+        self.held = ""
+        self.in_string = char == '"'
+        return before + char
+
+    def _repair_in_string(self, char: str) -> str:
+        escape = self.held
+        self.held = ""
+        if char == "\\" and not escape:
+            self.held = char
+            return ""
+        if char == '"' and not escape:
+            self.in_string = False
+        if char < " ":
+            return json.dumps(char)[1:-1]
+        if not escape or char in '"\\/bfnrtu':
+            return escape + char
+        return char if char == "'" else f"\\\\{char}"
+
+    def is_valid(self) -> bool:
+        """Whether the text so far is valid JSON."""
+        try:
+            json.loads(self.text)
+            return True
+        except (ValueError, RecursionError):
+            return False
 
 
 class JsonScanner:

@@ -19,7 +19,7 @@ from cli import UserError
 from config import Config
 from engine import Request, check_prompt
 from sampling import SamplingParams
-from server.answers import AnswerParser, Event
+from server.answers import AnswerParser, Event, without_broken_calls
 from server.chat_prompts import ChatModel, Conversation
 from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
 from server.pipe_messages import TextRequest, Update
@@ -70,14 +70,16 @@ class Choice:
         )
 
     def events(self, update: Update) -> list[Event]:
-        """Parse an update of a chat's answer, and return the new events.
-
-        Parse either each update once, or all of them combined.
-        """
+        """Parse an update of a chat's answer, and return the new events."""
         events = self.parser.add(update.text)
         if update.finish_reason is not None:
             events += self.parser.end(is_cut=update.finish_reason == "length")
         return events
+
+    def all_events(self, combined: Update) -> list[Event]:
+        """The events of a whole answer. Calls whose arguments are not JSON are content there; a stream
+        has begun to send them as calls."""
+        return without_broken_calls(self.events(combined), self.parser.broken)
 
     def finish_reason(self, update: Update) -> str | None:
         """The finish reason for the response, after the update was parsed.

@@ -380,7 +380,8 @@ class ItemBuilder:
 
     def whole(self) -> dict:
         choice = self.completion.choices[0]
-        self.add_update(choice, choice.combined())
+        combined = choice.combined()
+        self.add_update(choice, combined, choice.all_events(combined))
         return self.response
 
     def stream_update(self, choice: Choice, update: Update) -> bytes:
@@ -389,7 +390,7 @@ class ItemBuilder:
             events.append({"type": "response.created", "response": self.response})
             events.append({"type": "response.in_progress", "response": self.response})
         choice.updates.append(update)
-        return self.event_bytes(events + self.add_update(choice, update))
+        return self.event_bytes(events + self.add_update(choice, update, choice.events(update)))
 
     def stream_end(self) -> bytes:
         return b""  # the last update had the end
@@ -413,9 +414,9 @@ class ItemBuilder:
         self.sent_events += len(events)
         return b"".join(named_event(event | {"sequence_number": n}) for n, event in numbered)
 
-    def add_update(self, choice: Choice, update: Update) -> list[dict]:
-        """The stream's events for an update."""
-        events = [made for event in choice.events(update) for made in self.item_events(event)]
+    def add_update(self, choice: Choice, update: Update, parsed: list[Event]) -> list[dict]:
+        """The stream's events for an update, given its parsed events."""
+        events = [made for event in parsed for made in self.item_events(event)]
         if update.finish_reason is not None:
             events += self.end_response(choice, update)
         return events

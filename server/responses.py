@@ -98,7 +98,7 @@ class ResponseBuilder:
         for choice in self.completion.choices:
             update = choice.combined()
             if self.completion.is_chat:
-                fields = message_fields(choice.events(update))
+                fields = message_fields(choice.all_events(update))
                 message = {"role": "assistant", **fields, "refusal": None}
                 answer = {"message": message, "logprobs": None}
                 if choice.request.logprobs is not None:

@@ -365,7 +365,7 @@ def test_typed_exceptions(client, server):
         client.delete("/models", cast_to=object)
     assert caught.value.status_code == 405
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=CONTEXT)
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x " * CONTEXT}])
     assert caught.value.code == "context_length_exceeded" and str(CONTEXT) in str(caught.value)
 
 

@@ -23,7 +23,7 @@ import server.tools
 from checkpoint import read_config
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
-from server.anthropic import count_tokens, parse_message
+from server.anthropic import MessageBuilder, count_tokens, parse_message
 from server.api import ServedModel
 from server.openai_responses import KeptResponses, parse_response
 from server.parameters import ParameterFormat
@@ -1165,3 +1165,69 @@ def test_the_finish_reason_of_a_call_in_thoughts(checkpoints):
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] is None and choice["message"]["reasoning_content"] == "I look.\n"
         assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+
+
+# ---------------------------------------------------------------- arguments that are nearly JSON
+
+NEARLY_JSON = [  # what a model writes, and the arguments
+    ('{"a": "x\ny"}', {"a": "x\ny"}),
+    ('{"a": "x\r\n\ty\x01"}', {"a": "x\r\n\ty\x01"}),
+    ('{"a": 1,}', {"a": 1}),
+    ('{"a": [1, 2, ], "b": {"c": "d",\n},\n}', {"a": [1, 2], "b": {"c": "d"}}),
+    (r'{"a": "\d+ \_ \\ \" it\'s \u00e9 \n"}', {"a": "\\d+ \\_ \\ \" it's \u00e9 \n"}),
+    ('{"a": "x, }", "b": ",]"}', {"a": "x, }", "b": ",]"}),
+    ('{"a": "x\\\ny"}', {"a": "x\ny"}),  # a backslash before a line break
+]
+NO_JSON = ["{'a': 1}", '{"a": tru}', '{"a": 1 "b": 2}', '{"a": "say "hi""}', "{a: 1}", '{"a": }']
+CALLS_WITH = {  # the template, and a call with these arguments as its models write it
+    "qwen2.5": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
+    "mistral-args": "[TOOL_CALLS]f[ARGS]ARGUMENTS",
+    "llama-3.1": '<|python_tag|>{"type": "function", "name": "f", "parameters": ARGUMENTS}',
+    "mistral-nemo": '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]',
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH)
+@pytest.mark.parametrize("written, arguments", NEARLY_JSON)
+def test_arguments_that_are_nearly_json(checkpoints, name, written, arguments):
+    """They are JSON for the client, for any cutting of the answer, whole and streamed."""
+    assert written.isprintable() or "\n" in written
+    model = served_model(checkpoints[None], SOURCES[name])
+    text = CALLS_WITH[name].replace("ARGUMENTS", written)
+    for pieces in ([text], list(text), [text[i : i + 5] for i in range(0, len(text), 5)]):
+        choice = answered(model, {}, pieces)
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == arguments
+        assert (call["function"]["name"], choice["finish_reason"]) == ("f", "tool_calls")
+
+
+@pytest.mark.parametrize("name", CALLS_WITH)
+@pytest.mark.parametrize("written", NO_JSON)
+def test_arguments_that_are_no_json(checkpoints, name, written):
+    """The answer has content instead of the call, and does not finish with tool_calls."""
+    model = served_model(checkpoints[None], SOURCES[name])
+    text = CALLS_WITH[name].replace("ARGUMENTS", written)
+    completion = model.parse_chat(REQUEST)
+    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
+    (choice,) = ResponseBuilder(model, completion).whole()["choices"]
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+    if name == "qwen2.5":
+        assert choice["message"]["content"] == text
+    assert written in choice["message"]["content"]
+    body = {"messages": [USER], "tools": [{"name": "f", "input_schema": {"type": "object"}}], "max_tokens": 9}
+    completion = parse_message(model, body)
+    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
+    message = MessageBuilder(model, completion).whole()
+    assert {block["type"] for block in message["content"]} == {"text"} and message["stop_reason"] == "end_turn"
+
+
+def test_a_broken_call_between_others(checkpoints):
+    """The others keep their order, and are numbered anew."""
+    model = served_model(checkpoints[None], SOURCES["qwen2.5"])
+    call = CALLS_WITH["qwen2.5"]
+    text = "".join(call.replace("ARGUMENTS", one) for one in ('{"a": 1}', "{'a': 2}", '{"a": 3,}'))
+    completion = model.parse_chat(REQUEST)
+    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
+    message = ResponseBuilder(model, completion).whole()["choices"][0]["message"]
+    assert [json.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"a": 1}, {"a": 3}]
+    assert "{'a': 2}" in message["content"]

@@ -39,7 +39,7 @@ ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)
 
 
 class HttpServer(uvicorn.Server):
-    def __init__(self, app: OutermostApp):
+    def __init__(self, app: OutermostApp, max_body_bytes: int = MAX_BODY_BYTES):
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -52,6 +52,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=2,
             backlog=16,  # connections that are accepted at once
         )
+        config.max_body_bytes = max_body_bytes
         super().__init__(config)
 
     @contextmanager
@@ -112,7 +113,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
-        self.conn.max_body_bytes = self.config.app.bodies.max_bytes
+        self.conn.max_body_bytes = self.config.max_body_bytes
         # Whether a request could not be parsed, so that the rest of the input means nothing.
         self.is_invalid = False
         # Closes the connection some time after a request was refused.

@@ -44,10 +44,8 @@ class OutermostApp:
     it is made with, and the request's id, by the names that OpenAI's and Anthropic's clients know.
     """
 
-    def __init__(self, app, headers: dict[str, str], bodies):
-        """bodies: a connections.BodyLimits."""
+    def __init__(self, app, headers: dict[str, str]):
         self.app = app
-        self.bodies = bodies
         self.common = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:

@@ -70,7 +70,8 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
     # Python's default is a few threads, which hostile schemas could keep busy, so that other
     # requests would wait.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARSER_THREADS))
-    server = HttpServer(make_app(settings, engine, listener.getsockname()[0]))
+    app = make_app(settings, engine, listener.getsockname()[0])
+    server = HttpServer(app, BodyLimits(settings.context_length).max_bytes)
 
     def stop():
         server.should_exit = True
@@ -131,7 +132,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     app.router.redirect_slashes = False
     app.state.metrics = engine.metrics
     app.state.bodies = BodyLimits(settings.context_length)
-    return OutermostApp(app, headers, app.state.bodies)
+    return OutermostApp(app, headers)
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: Callable = ResponseBuilder):

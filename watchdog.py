@@ -1,14 +1,14 @@
-"""Watches the engine's steps, in a thread: a step that hangs is helped or reported.
+"""Watches the engine's steps, in a thread: it helps a step that hangs, and reports it if that is in vain.
 
 Read down: `watch`; `look_after`, its loop; how long a step may take; `recheck_futexes`.
 
 The threads that compute a step sleep between its operations, each on a futex: a number that another
 thread changes before it tells the kernel to wake the sleepers. If such a wake-up is lost, they sleep
 for ever. This was seen once in many hundred runs (cpu/barrier.h names a possible cause). The kernels
-of cpu/ sleep with a time limit, but torch's OpenMP threads do not. So while a step has been running
-for a second or two, the sleeping threads are interrupted by a signal. After it, the kernel begins
-their system call again, and thereby compares the number again, so a thread whose wake-up was lost
-goes on.
+of cpu/ sleep with a time limit, but torch's OpenMP threads do not. So once a step has been running for
+a second or two, the sleeping threads are interrupted by a signal, every second. After it, the kernel
+begins their system call again, and thereby compares the number again, so a thread whose wake-up was
+lost goes on.
 
 The watchdog needs Python's global interpreter lock (GIL). Operations release it, but not the C++ that
 torch.compile generates: a thread that hangs there is neither helped nor reported.

@@ -22,7 +22,8 @@ from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json
 # A prompt that fits into the context takes fewer bytes for each of its tokens, even if its text is
 # escaped in JSON.
 BODY_BYTES_PER_TOKEN = 256
-BODIES_AT_ONCE = 4  # so many bodies of the largest size may be in memory at the same time
+BODIES_AT_ONCE = 4  # so many bodies of the largest size may be in memory at the same time,
+MIN_BODIES_BYTES = 128 * MAX_BODY_BYTES  # or this many bytes, if that is more
 BODY_TIMEOUT_S = 30  # for a request's body to arrive
 MAX_HEAD_BYTES = 1 << 14  # of a request's line and headers
 HEAD_TIMEOUT_S = 60  # for a connection to send the next request's head
@@ -203,7 +204,7 @@ class BodyLimits:
 
     def __init__(self, context_length: int):
         self.max_bytes = max(MAX_BODY_BYTES, BODY_BYTES_PER_TOKEN * context_length)
-        self.free_bytes = BODIES_AT_ONCE * self.max_bytes  # for what bodies have beyond MAX_BODY_BYTES
+        self.free_bytes = max(BODIES_AT_ONCE * self.max_bytes, MIN_BODIES_BYTES)
 
     def take(self, count: int):
         if count > self.free_bytes:
@@ -226,7 +227,7 @@ async def body_of(request: HttpRequest):
             raise ApiError("the server is shutting down", 503, code="draining", retry_after=1) from None
         yield data
     finally:
-        limits.free_bytes += max(0, len(data) - MAX_BODY_BYTES)
+        limits.free_bytes += len(data)
 
 
 async def collect_body(request: HttpRequest, data: bytearray, limits: BodyLimits):
@@ -235,7 +236,7 @@ async def collect_body(request: HttpRequest, data: bytearray, limits: BodyLimits
     async for part in request.stream():
         size += len(part)
         if size <= limits.max_bytes:
-            limits.take(max(0, size - MAX_BODY_BYTES) - max(0, len(data) - MAX_BODY_BYTES))
+            limits.take(len(part))
             data += part
         # Many clients read the response only when they have sent all, so some more is read.
         if size > 10 * limits.max_bytes:

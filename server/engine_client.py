@@ -46,7 +46,7 @@ class EngineClient:
         unfinished.set_function(lambda: len(self.receivers))
         self.state = "starting"  # then the state of the latest EngineStatus, or "broken"
         self.last_heard = time.monotonic()  # when the latest EngineStatus came
-        age_text = "Since the engine was heard of; it does a step in 0.25 s if idle"
+        age_text = "Since the engine was last heard from; an idle engine does a step every 0.25 s"
         age = self.metrics.add_gauge("last_step_age_seconds", age_text)
         age.set_function(lambda: time.monotonic() - self.last_heard)
         self.slowest_step_s = 0.0

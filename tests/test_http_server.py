@@ -596,8 +596,9 @@ def test_the_largest_body_follows_from_the_context(checkpoints, context, largest
 
 
 def test_large_bodies_share_their_memory():
-    """What bodies have beyond 1 MiB is taken from one amount, and given back, also after a failure."""
-    limits = BodyLimits(20_000)
+    """It is one amount, at least 128 MiB, and is given back, also after a failure."""
+    limits = BodyLimits(200_000)
+    assert limits.free_bytes == 4 * 51_200_000 and BodyLimits(1600).free_bytes == 128 << 20
     app = SimpleNamespace(state=SimpleNamespace(bodies=limits))
     whole = limits.free_bytes
 
@@ -615,7 +616,7 @@ def test_large_bodies_share_their_memory():
             assert len(body) == size
             await hold(number - 1, size)
 
-    most = whole // (limits.max_bytes - (1 << 20))
+    most = whole // limits.max_bytes
     asyncio.run(hold(most, limits.max_bytes))
     assert limits.free_bytes == whole
     for number, size, status in ((most + 1, limits.max_bytes, 503), (1, limits.max_bytes + 1, 413)):

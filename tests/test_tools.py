@@ -1118,6 +1118,17 @@ def test_system_messages_in_all_apis(checkpoints):
     assert later[: len(expected) - opening - 5] == expected[: -opening - 5]
 
 
+def test_a_system_message_stays_one_where_users_must_alternate(checkpoints):
+    """Only the later one becomes a part of the user's message."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    )
+    source += "{% if loop.index0 and m.role == loop.previtem.role %}{{ raise_exception('twice') }}{% endif %}"
+    model = served_model(checkpoints[None], source + "{{ m.role ~ ': ' ~ m.content ~ '|' }}{% endfor %}")
+    prompt = engine_prompt(model.parse_chat({"messages": [SYSTEM[0], USER, SYSTEM[2]]}))
+    assert model.tokenizer.decode(prompt) == "system: system 0 .|user: question one\n\nsystem 2 .|"
+
+
 def test_what_no_variant_mends_is_refused_with_the_first_reason(checkpoints):
     source = "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception(m.role ~ ' is bad') }}{% endif %}"
     model = served_model(checkpoints[None], source + "{{ m.content }}{% endfor %}")

@@ -412,7 +412,7 @@ def one_interrupt():
 def run_chat(args, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, stop_ids: frozenset[int]):
     """Run the conversation that the arguments of generate.py ask for."""
     for n in (40, 8):  # compiled prefill has one graph for long inputs and one for short ones
-        warm_up(engine, [[0] * min(n, engine.length)], random=args.temperature > 0)
+        warm_up(engine, [[0] * min(n, engine.length)], random=args.params.temperature > 0)
     session = Session(engine, tokenizer, template, args.params, args.max_new_tokens, stop_ids, args.stop)
     session.keeps_all = args.keep_all_turns
     if template is not None:

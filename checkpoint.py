@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -27,12 +27,14 @@ from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import Quantization, matrices, swap
 from kernels import Installer
 from model import WHOLE_MODEL, Transformer
+from sampling import RECOMMENDED
 from tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SAFETENSORS_NAMES = FLOATS | {torch.int8: "I8", torch.uint8: "U8"}
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 MAPPED_VALUES = 1 << 24
 # The directory of converted models and of the default model's file.
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
@@ -67,6 +69,8 @@ class Checkpoint:
     read_tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
     name: str = ""  # the model's name for users; "" means that of the path
+    # The sampling settings that the model's files recommend: see sampling.recommended_params.
+    recommended: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.name = self.name or self.path.resolve().name.removesuffix(".gguf")
@@ -218,7 +222,15 @@ def open_directory(directory: Path) -> Checkpoint:
     quantization = read_quantization(directory)
     weights = partial(DirectoryWeights, directory, config, quantization)
     tokenizer = partial(read_tokenizer_files, directory)
-    return Checkpoint(directory, config, quantization, weights, tokenizer, files)
+    recommended = read_recommended(directory)
+    return Checkpoint(directory, config, quantization, weights, tokenizer, files, recommended=recommended)
+
+
+def read_recommended(directory: Path) -> dict:
+    """The sampling settings in a directory's generation_config.json, which transformers writes, too."""
+    path = directory / GENERATION
+    fields = read_json(path) if path.exists() else {}
+    return {name: fields[name] for name in (*RECOMMENDED, "do_sample") if name in fields}
 
 
 class DirectoryWeights:

@@ -7,14 +7,22 @@ knows nothing of models, and every other file may import it.
 import argparse
 import json
 import os
+import re
+import select
 import shutil
 import signal
+import stat
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
+
+VERSION = "0.1.0"
 
 # ---------------------------------------------------------------- errors
 
@@ -85,11 +93,11 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_standard_input(what: str) -> str:
+def read_standard_input(what: str, may_be_empty: bool = False) -> str:
     """All of standard input as one text, read as `read_text` reads a file.
 
     The newline at its end is left out, because most programs add one. what: the option that asks
-    for standard input. UserError if it is empty.
+    for standard input. UserError if it is empty, unless it may be.
     """
     if sys.stdin.isatty():
         print_status(f"{what}: type the text, and end it with Ctrl-D on a line of its own")
@@ -98,9 +106,19 @@ def read_standard_input(what: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} cannot be read: {error}") from None
     text = without_newline(text)
-    if not text:
+    if not text and not may_be_empty:
         raise UserError(f"{what} is empty")
     return text
+
+
+def piped_text() -> str:
+    """All of standard input, if it is a file, or a pipe to which something was written already or whose
+    other end was closed. Otherwise an empty text: a pipe may stay open and silent forever."""
+    with suppress(OSError):  # standard input is not a file of the system
+        is_device = stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)  # a terminal, or /dev/null
+        if not is_device and select.select([sys.stdin], [], [], 0)[0]:
+            return read_standard_input("standard input", may_be_empty=True)
+    return ""
 
 
 def without_newline(text: str) -> str:
@@ -164,7 +182,27 @@ def open_closed_streams():
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser that raises a UserError instead of printing its usage."""
+    """An argparse parser that raises a UserError instead of printing its usage.
+
+    The names of options may have hyphens: --max-new-tokens is --max_new_tokens. An unknown option is
+    refused with the name of the most similar one.
+    """
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and exit")
+
+    def parse_args(self, args=None, namespace=None):
+        given = [with_underscores(one) for one in (sys.argv[1:] if args is None else args)]
+        for i, argument in enumerate(given):
+            name = argument.partition("=")[0]
+            is_known = " " in name or any(option.startswith(name) for option in self._option_string_actions)
+            if name.startswith("--") and not is_known:
+                values = takewhile(lambda one: not one.startswith("-"), given[i + 1 :])
+                similar = get_close_matches(name, self._option_string_actions, 1)
+                advice = "".join(f"; did you mean {option}?" for option in similar)
+                self.error(f"unrecognized arguments: {' '.join([argument, *values])}{advice}")
+        return super().parse_args(given, namespace)
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
@@ -176,6 +214,42 @@ class ArgumentParser(argparse.ArgumentParser):
             self._check_value(action, value)
             return [value] if action.nargs == "+" else value
         return super()._get_values(action, arg_strings)
+
+
+def with_underscores(argument: str) -> str:
+    """An argument of the command line. In the name of an option, hyphens become underscores."""
+    return re.sub(r"^--[^\s=]+(?=\Z|=)", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
+
+
+class PrintVersion(argparse.Action):
+    """--version: print the version, and the commit if this is a clone, and exit."""
+
+    def __call__(self, parser, *_):
+        git = ["git", "--git-dir", Path(__file__).with_name(".git"), "rev-parse", "--short", "HEAD"]
+        commit = ""
+        with suppress(OSError):  # git is not installed
+            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        print(f"fastpath {VERSION} {commit}".strip())
+        parser.exit()
+
+
+class ModelName(argparse.Action):
+    """The model, named by an option or as the first argument without one."""
+
+    def __call__(self, parser, namespace, name, option_string=None):
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, name):
+            first, second = (name, before) if option_string is None else (before, name)
+            parser.error(f"{first!r} and --checkpoint_path {second!r} both name a model; name one")
+        setattr(namespace, self.dest, name)
+
+
+def add_model_name(parser: argparse.ArgumentParser, add: Callable, help: str):
+    """Let the first argument without an option, or --checkpoint_path, name the model. add: the method
+    that adds an option to the parser, or to one of its groups."""
+    add("--checkpoint_path", "--model", "-m", metavar="MODEL", action=ModelName, help=help)
+    where = {"nargs": "?", "default": argparse.SUPPRESS, "action": ModelName}
+    parser.add_argument("checkpoint_path", metavar="MODEL", help="the same as --checkpoint_path MODEL", **where)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -14,7 +14,7 @@ from checkpoint import DTYPES, Checkpoint, check_finite, dtype_of, total_weight_
 from cli import ArgumentParser, UserError, progress_bar, run_command
 from sources import hub
 from sources.opening import open_named
-from writer import Writer, print_written
+from writer import Writer, check_target, print_written
 
 
 def convert(source: Checkpoint, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
@@ -34,7 +34,7 @@ def convert(source: Checkpoint, out: Path, dtype: torch.dtype, replace: bool = T
                 check_finite(tensor, f"{source.path}: {name}")
             writer.add(name, tensor)
             bar.update(tensor.nbytes)
-        writer.add_config(source.config, source.quantization)
+        writer.add_config(source.config, source.quantization, source.recommended)
         writer.add_tokenizer(source.tokenizer_files)
         source.files.check()
     return out
@@ -53,6 +53,7 @@ def main():
     add("--keep_quantized", action="store_true", help=keep)
     args = parser.parse_args()
 
+    check_target(args.out)
     source = open_named(args.source, dequantize=not args.keep_quantized)
     if args.keep_quantized and source.quantization is None:
         what = ".gguf files with quantized matrices"

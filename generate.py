@@ -26,6 +26,7 @@ from cli import (
     HelpFormatter,
     UserError,
     number,
+    piped_text,
     positive,
     print_status,
     read_standard_input,
@@ -35,7 +36,14 @@ from cli import (
 )
 from compile import compile_counts, warm_up
 from engine import Engine, EngineOptions, Request, SingleProcess, check_prompt, read_with_progress
-from load import ModelOptions, add_model_options, choose_cache_length, load_engine, open_checkpoint
+from load import (
+    ModelOptions,
+    add_model_options,
+    choose_cache_length,
+    default_params,
+    load_engine,
+    open_checkpoint,
+)
 from sampling import SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
@@ -52,8 +60,11 @@ def parse_arguments(argv=None):
 
     group = "prompts (each option may be repeated; all prompts are one batch)"
     add = parser.add_argument_group(group).add_argument
-    text = "a text; -: all of standard input, without its last newline. Without any prompt: 'Hello, my name is'"
-    add("--prompt", action="append", default=[], help=text)
+    text = (
+        "a text, after which text that is piped into the program is added; -: all of standard input, without "
+        "its last newline. Without any prompt: the piped text, or else 'Hello, my name is'"
+    )
+    add("--prompt", "-p", action="append", default=[], help=text)
     lines = "a file with one prompt per line; empty lines are skipped"
     add("--prompt_file", action="append", type=Path, default=[], help=lines)
     add("--prompt_ids", action="append", type=token_ids, default=[], help="token ids: 5,17,33 (needs no tokenizer)")
@@ -85,11 +96,12 @@ def parse_arguments(argv=None):
 
 
 def add_sampling_options(add):
-    add("--temperature", type=float, default=0.8, help="0: greedy")
-    add("--top_k", type=int, default=200, help="sample from the k likeliest tokens; 0: from all")
-    add("--top_p", type=float, default=1.0, help="sample from the likeliest tokens whose probabilities add up to p")
-    add("--min_p", type=float, default=0.0, help="drop tokens less likely than min_p times the likeliest")
-    add("--repetition_penalty", type=float, default=1.0, help="above 1: makes tokens that occurred before less likely")
+    # Without a value of these five: default_params.
+    add("--temperature", type=float, help="0: greedy. The default of this and the next four: see --generation_config")
+    add("--top_k", type=int, help="sample from the k likeliest tokens; 0: from all")
+    add("--top_p", type=float, help="sample from the likeliest tokens whose probabilities add up to p")
+    add("--min_p", type=float, help="drop tokens less likely than min_p times the likeliest")
+    add("--repetition_penalty", type=float, help="above 1: makes tokens that occurred before less likely")
     add("--frequency_penalty", type=float, default=0.0, help="subtracted from a token's logit per earlier occurrence")
     add("--presence_penalty", type=float, default=0.0, help="subtracted from a token's logit if it was generated")
     seed = number(int, "within +-2^62", lambda n: abs(n) < 2**62)
@@ -131,14 +143,23 @@ def check_arguments(args):
         others = "--profile, --report, --interactive and drafts"
         raise UserError(f"--roofline generates nothing, so leave out {others}")
 
+    args.piped = ""  # the text of standard input, once it was read
+    args.lines = []  # the prompts in files
+    for path in args.prompt_file:
+        lines = read_text(path, f"--prompt_file {path}").replace("\r\n", "\n").split("\n")
+        args.lines += [line for line in lines if line]
+    if args.prompt_file and not (args.lines or args.prompt or args.prompt_ids or args.synthetic_prompt):
+        raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")
+
     if args.interactive:
         check_conversation(args)
     elif args.max_new_tokens is None:
         args.max_new_tokens = 200
 
-    names = [field.name for field in fields(SamplingParams) if hasattr(args, field.name)]
+    given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
+    args.sampling = {name: value for name, value in given.items() if value is not None}
     try:
-        args.params = SamplingParams(**{name: getattr(args, name) for name in names})
+        SamplingParams(**args.sampling)
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return args
@@ -162,15 +183,10 @@ def read_texts(args) -> list[str]:
     texts = list(args.prompt)
     if "-" in texts:
         texts[texts.index("-")] = read_standard_input("--prompt -")
-    for path in args.prompt_file:
-        lines = read_text(path, f"--prompt_file {path}").replace("\r\n", "\n").split("\n")
-        texts += [line for line in lines if line]
-
-    if texts or args.prompt_ids or args.synthetic_prompt:
-        return texts
-    if args.prompt_file:
-        raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")
-    return ["Hello, my name is"]
+    elif args.piped:
+        texts = [f"{text}\n\n{args.piped}" for text in texts] or [args.piped]
+    texts += args.lines
+    return texts if texts or args.prompt_ids or args.synthetic_prompt else ["Hello, my name is"]
 
 
 def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) -> list[list[int]]:
@@ -197,6 +213,15 @@ def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) ->
     for prompt in prompts:
         check_prompt(prompt, config, length)
     return prompts
+
+
+def read_schema_option(args, checkpoint: Checkpoint, stop_ids: frozenset[int]):
+    """Set args.make_grammar, which returns the grammar of a request, as --json_schema says."""
+    args.make_grammar = lambda: None
+    if args.json_schema is not None:
+        from grammar import read_schema
+
+        args.make_grammar = read_schema(args.json_schema, checkpoint.tokenizer, checkpoint.config, stop_ids)
 
 
 def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
@@ -321,7 +346,7 @@ def write_trace(profiler: torch.profiler.profile, path: Path):
 
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
     """Run the batch --num_samples times, and return the fields of --json about these runs."""
-    compile_s = warm_up(engine, prompts, random=args.temperature > 0)
+    compile_s = warm_up(engine, prompts, random=args.params.temperature > 0)
     graphs_before, breaks_before = compile_counts()
 
     outputs = []
@@ -344,29 +369,37 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
     }
 
 
-def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ranks):
-    """Continue all prompts, and report what was measured."""
+def load_for_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ranks) -> tuple[list, Engine]:
+    """The token ids of all prompts, and an engine with room for them."""
     prompts = ranks.share(lambda: read_prompts(args, checkpoint, template))
     needed = max(map(len, prompts)) + args.max_new_tokens - 1  # the last token needs no position
     length = choose_cache_length(args.max_seq_length, checkpoint.config, needed)
+    rows = len(prompts) * args.batch_size
+    return prompts, load_engine(checkpoint, args.model, rows, length, EngineOptions(ranks=ranks))
+
+
+def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ranks):
+    """Continue all prompts, and report what was measured."""
+    stop_ids = end_tokens(args, checkpoint.tokenizer, template)
+    ranks.share(lambda: read_schema_option(args, checkpoint, stop_ids))
+    takes_piped = ranks.size == 1 and "-" not in args.prompt
+    takes_piped &= not (args.prompt_file or args.prompt_ids or args.synthetic_prompt)
+    args.piped = piped_text() if takes_piped else ""
 
     start = time.perf_counter()
-    rows = len(prompts) * args.batch_size
-    engine = load_engine(checkpoint, args.model, rows, length, EngineOptions(ranks=ranks))
+    prompts, engine = load_for_prompts(args, checkpoint, template, ranks)
+    if takes_piped and not args.piped:
+        args.piped = piped_text()
+        if args.piped:  # it has come while the model was loaded, and needs more room
+            engine = None
+            prompts, engine = load_for_prompts(args, checkpoint, template, ranks)
     result = {"load_s": time.perf_counter() - start}
 
     if ranks.rank:
         engine.follow()
     else:
-        tokenizer = checkpoint.tokenizer
-        stop_ids = end_tokens(args, tokenizer, template)
-        args.make_grammar = lambda: None  # returns the grammar of a request
-        if args.json_schema is not None:
-            from grammar import read_schema
-
-            args.make_grammar = read_schema(args.json_schema, tokenizer, checkpoint.config, stop_ids)
         batch = [prompt for prompt in prompts for _ in range(args.batch_size)]
-        result |= run_samples(args, engine, tokenizer, batch, stop_ids)
+        result |= run_samples(args, engine, checkpoint.tokenizer, batch, stop_ids)
     engine.close()
 
     from report import measurements, print_report
@@ -415,6 +448,7 @@ def run(args, ranks):
         return run_roofline(args, ranks)
 
     checkpoint = open_checkpoint(args.checkpoint_path, ranks)
+    args.params = replace(default_params(checkpoint, args.model), **args.sampling)
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")

@@ -25,13 +25,14 @@ from checkpoint import (
     open_directory,
     read_weights,
 )
-from cli import UserError, first_line, natural, positive, print_status
+from cli import UserError, add_model_name, first_line, natural, positive, print_status
 from compile import compiled_steps
 from config import Config
 from engine import Engine, EngineOptions, SingleProcess
 from formats import QuantizedLinear, repack_layers
 from kernels import MAX_DECODE_TOKENS, Installer
 from model import WHOLE_MODEL, Transformer, state_bytes
+from sampling import SamplingParams, recommended_params
 from watchdog import watch
 
 DRAFT_KINDS = ("prompt-lookup", "lookup:FILE", "mtp", "medusa", "medusa:FILE", "int4-self", "none")
@@ -71,6 +72,7 @@ class ModelOptions:
     dtype: torch.dtype | str = torch.bfloat16
     dequantize: bool = False
     max_seq_length: int | None = None
+    generation_config: str = "auto"
     snapshot_mb: int | None = None
     kernels: str = "auto"
     exact_activations: bool = False
@@ -153,7 +155,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
         "(organization/name:Q4_K_M), a short name (--list), or a checkpoint directory; "
         "default: SmolLM2-135M-Instruct, a small demo"
     )
-    add("--checkpoint_path", metavar="MODEL", help=what)
+    add_model_name(parser, add, what)
     add("--list", action=ListModels, nargs=0, help="list the models that are on this machine, with their sizes")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
     dtype = "the type of the KV cache, and of weights that are not quantized"
@@ -177,6 +179,8 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
         "and no more than for one in 128 positions"
     )
     add("--snapshot_mb", type=natural, metavar="MB", help=snapshots)
+    own = "where default sampling settings come from. auto: the model's files; none: the same for all models"
+    add("--generation_config", choices=("auto", "none"), default="auto", help=own)
     threads = "CPU threads for each step; default: the number that is fastest at the moment, up to OMP_NUM_THREADS"
     add("--threads", type=int, metavar="N", help=threads)
     add("--compile", action="store_true", help="compile the decode step with torch.compile")
@@ -241,6 +245,11 @@ def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
             what = f"{path} is not a checkpoint directory"
         raise UserError(f"{what}, and {error.name} is missing to read it") from None
     return open_named(name, dequantize)
+
+
+def default_params(checkpoint: Checkpoint, options: ModelOptions) -> SamplingParams:
+    """The sampling settings of a request that names none."""
+    return recommended_params(checkpoint.recommended if options.generation_config == "auto" else {})
 
 
 # ---------------------------------------------------------------- the engine

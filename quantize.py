@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 import checkpoint as ck
 from checkpoint import Checkpoint
-from cli import ArgumentParser, UserError, announced, print_status, progress_bar, read_text, run_command, size_text
+from cli import (
+    ArgumentParser,
+    UserError,
+    add_model_name,
+    announced,
+    print_status,
+    progress_bar,
+    read_text,
+    run_command,
+    size_text,
+)
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
@@ -29,7 +39,7 @@ from layers import ExpertStack, Linear
 from load import open_checkpoint
 from model import Transformer, state_bytes
 from sampling import SamplingParams
-from writer import Writer, print_written
+from writer import Writer, check_target, print_written
 
 # ---------------------------------------------------------------- GPTQ
 
@@ -300,7 +310,7 @@ def quantize_checkpoint(
             for part, value in packed.items():
                 writer.add(f"{module}.{part}", value)
             release_freed_memory()
-        writer.add_config(config, quantization)
+        writer.add_config(config, quantization, source.recommended)
         writer.add_tokenizer(source.tokenizer_files)
         source.files.check()
     return kept
@@ -404,7 +414,7 @@ def default_directory(args, source: Checkpoint) -> Path:
 def main():
     parser = ArgumentParser(description="Write a checkpoint with its matrices in 8 or 4 bits.")
     add = parser.add_argument
-    add("--checkpoint_path", help="as for generate.py (default: SmolLM2-135M-Instruct)")
+    add_model_name(parser, add, "as for generate.py (default: SmolLM2-135M-Instruct)")
     encoded = [name for name, format in FORMATS.items() if format.quantize is not None]
     add("--mode", choices=(*encoded, GPTQ), required=True, help="format of the matrices in the blocks")
     sizes = "columns that share a scale (32); 0: a whole row"
@@ -422,6 +432,9 @@ def main():
     except ValueError as error:
         parser.error(str(error))
 
+    check_target(args.out)
+    if args.calibration_file:
+        read_text(args.calibration_file, f"--calibration_file {args.calibration_file}")
     source = open_dense(args.checkpoint_path, quantization)
     out = args.out or default_directory(args, source)
     kept = quantize_checkpoint(source, out, quantization, args.calibration_file)

@@ -362,7 +362,8 @@ def print_report(result: dict, timing, args):
             limit = f"--max_new_tokens {args.max_new_tokens}"
         print_status(f"(cut at {limit})", dim=True)
     if args.report:
-        print_status("\n" + full_report(result, timing))
+        settings = [f"{name} {value:g}" for name, value in args.params.recommended().items()]
+        print_status(f"\n{full_report(result, timing)}\nsampling: {', '.join(settings)}")
     else:
         print_status(short_report(result, timing, args.model.speculates), dim=True)
 

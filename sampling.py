@@ -14,12 +14,13 @@ The fast kernels skip the settings that a row does not use. The functions here a
 that they must match.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cli import print_status, printable
 from kernels import MAX_DECODE_TOKENS, define, exponential_noise, float_to_sortable_int, has_kernel, top_mass
 
 # ---------------------------------------------------------------- settings
@@ -64,6 +65,10 @@ class SamplingParams:
         """The settings that are numbers: all but logit_bias."""
         return {name: value for name, value in vars(self).items() if name != "logit_bias"}
 
+    def recommended(self) -> dict:
+        """The settings that a model's files may recommend."""
+        return {name: getattr(self, name) for name in RECOMMENDED}
+
     @property
     def penalizes(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
@@ -84,6 +89,30 @@ RANGES = {
     "min_p": (0, 1),
     "seed": (-(2**63), 2**63 - 1),
 }
+
+
+NEUTRAL = SamplingParams()
+# The settings of a request that names none, in all programs, where the model's files recommend nothing. No other
+# number answers more of the questions of benchmarks/questions.py. Only the temperature is set, so that a client that
+# names one gets what it asks for.
+DEFAULTS = SamplingParams(temperature=0.5)
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def recommended_params(fields: dict) -> SamplingParams:
+    """The settings that a model's files recommend, and those of DEFAULTS that they do not name.
+
+    fields: those of transformers' generation_config.json. If one of them is out of range, a warning is
+    printed, and all settings are those of DEFAULTS.
+    """
+    found = {name: fields[name] for name in RECOMMENDED if fields.get(name) not in (None, -1)}
+    if fields.get("do_sample") is False:
+        found["temperature"] = 0.0
+    try:
+        return replace(DEFAULTS, **found)
+    except ValueError as error:
+        print_status(f"warning: the settings that the model's files recommend are ignored: {printable(str(error))}")
+        return DEFAULTS
 
 
 class Sampling(NamedTuple):

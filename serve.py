@@ -51,6 +51,7 @@ from load import (
     add_model_options,
     choose_cache_length,
     choose_device,
+    default_params,
     load_engine,
     open_checkpoint,
 )
@@ -75,7 +76,6 @@ IDLE_S = 0.25
 
 def parse_arguments(argv=None):
     parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the model, as --checkpoint_path names it")
     port = number(int, "0 to 65535", lambda n: 0 <= n < 65536)
     seconds = number(float, "more than 0", lambda s: s > 0)
     add = parser.add_argument_group("the server").add_argument
@@ -91,10 +91,6 @@ def parse_arguments(argv=None):
     add_model_options(parser, f"{DEFAULT_CONTEXT}, or the model's context if that is less")
 
     args = parser.parse_args(argv)
-    if args.name is not None and args.checkpoint_path is not None:
-        raise UserError(f"{args.name!r} and --checkpoint_path {args.checkpoint_path!r} both name a model; name one")
-    if args.name is not None:
-        args.checkpoint_path = args.name
     args.model = ModelOptions.from_arguments(args, converses=True)
     if args.max_queue is None:
         args.max_queue = 4 * args.max_batch_size
@@ -139,6 +135,7 @@ def main(ranks=None):
         max_queue=args.max_queue,
         api_key=args.api_key,
         strict_model=args.strict_model,
+        sampling=default_params(checkpoint, options),
     )
     with http_process(settings, listener) as connection:
         tokenizer = checkpoint.tokenizer

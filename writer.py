@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import INDEX, SAFETENSORS_NAMES, is_ours
+from checkpoint import GENERATION, INDEX, SAFETENSORS_NAMES, is_ours
 from cli import UserError, print_status
 from config import Config
 from tokenizer import TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
@@ -130,7 +130,10 @@ class Writer:
         text = json.dumps(value, indent=2, ensure_ascii=False)
         (self.path / name).write_text(text + "\n", encoding="utf-8")
 
-    def add_config(self, config: Config, quantization=None):
+    def add_config(self, config: Config, quantization=None, recommended: dict | None = None):
+        """recommended: as in Checkpoint."""
+        if recommended:
+            self.add_json(GENERATION, recommended)
         fields = None if quantization is None else dataclasses.asdict(quantization)
         self.add_json("config.json", dataclasses.asdict(config) | {"quantization": fields})
 
@@ -206,6 +209,18 @@ class Writer:
                 if self.old.exists() and not self.target.exists():  # interrupted between the two renames
                     self.old.rename(self.target)
             shutil.rmtree(self.old, ignore_errors=True)
+
+
+def check_target(target: Path | None):
+    """UserError if no checkpoint directory can be written there. Commands call this before long work; a
+    Writer looks again. None: the target is not known yet."""
+    if target is None:
+        return
+    if os.path.lexists(target) and not is_replaceable(target):
+        raise UserError(f"{target} exists and is not a checkpoint directory; name another with --out")
+    parent = next(parent for parent in Path(target).resolve().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write to {parent}")
 
 
 def print_written(directory: Path):

@@ -18,7 +18,7 @@ from functools import partial
 from cli import UserError
 from config import Config
 from engine import Request, check_prompt
-from sampling import SamplingParams
+from sampling import NEUTRAL, SamplingParams
 from server.answers import AnswerParser, Event, without_broken_calls
 from server.chat_prompts import ChatModel, Conversation
 from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
@@ -129,7 +129,16 @@ class CompletionRequest:
 class ServedModel:
     """The model as the API shows it: parses requests, and converts between text and tokens."""
 
-    def __init__(self, config: Config, files: TokenizerFiles, name: str, context_length: int, strict: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        files: TokenizerFiles,
+        name: str,
+        context_length: int,
+        strict: bool = False,
+        sampling: SamplingParams = NEUTRAL,
+    ):
+        self.sampling = sampling  # the settings that a request does not name
         self.name = name
         self.context_length = context_length
         self.strict = strict  # whether a request that names another model is refused
@@ -234,7 +243,7 @@ class ServedModel:
         n = read_n(fields)
         logprobs = fields.read("logprobs", int, None, 0, MAX_LOGPROBS)
         echo = fields.read("echo", bool, False)
-        params = read_sampling_params(fields, self.config.vocab_size)
+        params = read_sampling_params(fields, self.config.vocab_size, self.sampling)
         stop = read_stop_strings(fields)
         stop_ids = read_stop_ids(fields, self.eos_ids)
         options = read_stream_options(fields)
@@ -277,7 +286,7 @@ class ServedModel:
         max_tokens = read_max_tokens(fields, None, 1)
         n = read_n(fields)
         logprobs = read_chat_logprobs(fields)
-        params = read_sampling_params(fields, self.config.vocab_size)
+        params = read_sampling_params(fields, self.config.vocab_size, self.sampling)
         stop = read_stop_strings(fields)
         stop_ids = read_stop_ids(fields, self.chat_eos_ids)
         options = read_stream_options(fields)
@@ -403,7 +412,7 @@ class ServedModel:
     def model_card(self) -> dict:
         """The model in /v1/models."""
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "fastpath"}
-        return card | {"max_model_len": self.context_length}
+        return card | {"max_model_len": self.context_length, "sampling": self.sampling.recommended()}
 
     def find_model(self, name: str) -> dict:
         """The response of /v1/models/NAME."""

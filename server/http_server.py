@@ -33,7 +33,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cli import open_closed_streams
+from cli import VERSION, open_closed_streams
 from server.access import CORS_HEADERS, ApiKey, SameSite, is_loopback
 from server.api import ServedModel
 from server.connections import BodyLimits, HttpServer, body_of
@@ -43,7 +43,6 @@ from server.pipe_messages import Settings
 from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.responses import ResponseBuilder
 
-VERSION = "0.1.0"  # of the API, for /version
 PARSER_THREADS = 64
 FIRST_UPDATE_S = 0.2  # a stream's head is sent after this time, even if there is no update yet
 PING_S = 10.0  # between two pings before the first update
@@ -94,6 +93,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
         settings.model_name,
         settings.context_length,
         settings.strict_model,
+        settings.sampling,
     )
 
     async def health(request: HttpRequest):

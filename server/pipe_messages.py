@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from config import Config
 from engine import Request
 from grammar import ThinkingBudget
+from sampling import NEUTRAL, SamplingParams
 from server.answers import AnswerSyntax
 from tokenizer import TokenizerFiles
 
@@ -26,6 +27,7 @@ class Settings:
     max_queue: int  # requests that may wait for a row
     api_key: str | None
     strict_model: bool = False  # whether requests that name another model are refused
+    sampling: SamplingParams = NEUTRAL  # the settings of requests that name none
 
 
 @dataclass

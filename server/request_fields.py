@@ -9,7 +9,7 @@ import re
 import secrets
 
 from cli import print_status
-from sampling import SamplingParams
+from sampling import NEUTRAL, SamplingParams
 
 MAX_BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20
@@ -233,14 +233,14 @@ def read_logit_bias(fields: FieldReader, vocab_size: int) -> tuple[tuple[int, fl
     return tuple(sorted(biases.items()))
 
 
-def read_sampling_params(fields: FieldReader, vocab_size: int) -> SamplingParams:
-    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    defaults |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
-    values = {name: fields.read(name, (int, float), default) for name, default in defaults.items()}
+def read_sampling_params(fields: FieldReader, vocab_size: int, defaults: SamplingParams = NEUTRAL) -> SamplingParams:
+    """The settings in a request; `defaults` has those that it does not name."""
+    names = defaults.numbers().keys() - {"top_k", "seed"}
+    values = {name: fields.read(name, (int, float), getattr(defaults, name)) for name in sorted(names)}
     repeat_penalty = fields.read("repeat_penalty", (int, float))  # llama.cpp's name for it
     if repeat_penalty is not None:
         values["repetition_penalty"] = repeat_penalty
-    top_k = fields.read("top_k", int, 0)
+    top_k = fields.read("top_k", int, defaults.top_k)
     if top_k == -1:  # other servers' value for all tokens, here 0
         top_k = 0
     seed = fields.read("seed", int, -1)

@@ -40,6 +40,13 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
     rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered norm_top_k_prob"""
+SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 # How the names of tensors and fields begin that are not of the language model. Ollama keeps the encoders
 # of images and sound in the same file. It has an MTP layer there as well, whose names are partly those of
 # Hugging Face and whose norms are not all stored alike, so that layer is left out, too.
@@ -147,6 +154,11 @@ class GgufFile:
     def hyper(self, name: str, *default):
         """A hyperparameter: a field whose name begins with the architecture."""
         return self.value(f"{self.architecture}.{name}", *default)
+
+    def recommended(self) -> dict:
+        """The sampling settings that the file recommends, under their names in generation_config.json."""
+        found = {name: self.value(f"general.sampling.{key}", None) for name, key in SAMPLING_FIELDS.items()}
+        return {name: round(x, 6) for name, x in found.items() if isinstance(x, int | float)}  # they are float32
 
     def per_layer(self, name: str, *default):
         """A hyperparameter that may be a list with a value for each layer, if all of them are equal.

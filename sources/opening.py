@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import DEFAULT_NAME, Checkpoint, FileStates, empty_model, is_ours, open_directory
+from checkpoint import DEFAULT_NAME, Checkpoint, FileStates, empty_model, is_ours, open_directory, read_recommended
 from cli import UserError, print_status
 from config import Config
 from formats import matrices
@@ -104,7 +104,8 @@ def open_hf(directory: Path) -> Checkpoint:
         return weights
 
     read_tokenizer = partial(hf_tokenizer_files, directory)
-    return Checkpoint(directory, config, None, open_weights, read_tokenizer, files)
+    recommended = read_recommended(directory)
+    return Checkpoint(directory, config, None, open_weights, read_tokenizer, files, recommended=recommended)
 
 
 def is_of_draft_layer(name: str) -> bool:
@@ -164,4 +165,5 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
     if not dequantize:
         names = [name for name, _ in matrices(empty_model(config))]
         quantization = file.quantization({name: weights.stacks[f"{name}.weight"] for name in names})
-    return Checkpoint(path, config, quantization, lambda: weights, file.tokenizer_files, files, gguf_name(path))
+    about = {"name": gguf_name(path), "recommended": file.recommended()}
+    return Checkpoint(path, config, quantization, lambda: weights, file.tokenizer_files, files, **about)

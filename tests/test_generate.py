@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from programs import ids, main, printed_lines, run
 
 import generate as program
 from checkpoint import open_directory
-from cli import UserError, run_command
+from cli import VERSION, UserError, piped_text, run_command
 from config import Config, RopeScaling
 from engine import Engine, Request, generate
 from generate import parse_arguments
@@ -278,6 +280,133 @@ def test_standard_input_is_read_once_and_announced_at_a_terminal(monkeypatch, ca
     standard_input(monkeypatch, b"typed\n", is_terminal=True)
     assert program.read_texts(parse_arguments(["--prompt", "-"])) == ["typed"]
     assert capsys.readouterr().err == "--prompt -: type the text, and end it with Ctrl-D on a line of its own\n"
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """A pipe as standard input. Returns its other end."""
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(ours))
+    with os.fdopen(theirs, "wb", 0) as writer:
+        yield writer
+
+
+@pytest.mark.parametrize(
+    "args, data, texts",
+    [
+        ([], "piped\n", ["piped"]),
+        (["--prompt", "Say:"], "\ufeffpiped\r\n", ["Say:\n\npiped"]),
+        (["-p", "one", "--prompt", "two"], "a\n\nb\n\n", ["one\n\na\n\nb\n", "two\n\na\n\nb\n"]),
+        (["--prompt", "one"], "", ["one"]),
+        ([], "\n", ["Hello, my name is"]),
+        (["--prompt", "first", "--prompt", "-"], "piped", ["first", "piped"]),
+        (["--prompt_file", "lines.txt"], "piped", ["one line"]),
+        (["--prompt_ids", "5,6"], "piped", []),
+        (["--prompt", "x" * 30, "--num_samples", "2"], "word " * 9_000, ["x" * 30 + "\n\n" + "word " * 9_000]),
+    ],
+)
+def test_piped_text_follows_the_prompt_or_is_the_prompt(
+    checkpoints, tmp_path, monkeypatch, capsys, pipe, args, data, texts
+):
+    """It is not read if standard input has another use, or prompts come from elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.txt").write_text("one line\n")
+    pipe.write(data.encode())
+    pipe.close()
+    read = []
+    monkeypatch.setattr(program, "read_texts", lambda args, real=program.read_texts: read.append(real(args)) or ["Hi"])
+    main(capsys, monkeypatch, "--checkpoint_path", checkpoints[None], "--max_new_tokens", 2, *args)
+    assert read == [texts]
+
+
+def test_a_silent_pipe_is_not_waited_for(checkpoints, monkeypatch, capsys, pipe):
+    """Programs inherit pipes that nobody writes to. What has come when the model is loaded is read to its end."""
+    options = ["--checkpoint_path", checkpoints[None], "--max_new_tokens", 2, "--json"]
+    [silent] = main(capsys, monkeypatch, *options, "--prompt", "one")[0]["samples"]
+    lengths = []
+
+    def load(checkpoint, options, rows, length, how, real=program.load_engine):
+        lengths.append(length)
+        if len(lengths) == 1:
+            pipe.write(b"late")
+            threading.Timer(0.5, lambda: pipe.write(b" and more" * 80) and pipe.close()).start()
+        return real(checkpoint, options, rows, length, how)
+
+    monkeypatch.setattr(program, "load_engine", load)
+    [late] = main(capsys, monkeypatch, *options, "--prompt", "one")[0]["samples"]
+    tokenizer = Tokenizer(checkpoints[None])
+    assert silent["prompt_tokens"] == len(tokenizer.encode("one"))
+    assert late["prompt_tokens"] == len(tokenizer.encode("one\n\nlate" + " and more" * 80))
+    assert lengths[1] >= late["prompt_tokens"]
+
+
+def test_what_is_no_pipe_is_not_read(monkeypatch, tmp_path):
+    (tmp_path / "text").write_text("in a file\n")
+    for path, text in ((os.devnull, ""), (tmp_path / "text", "in a file")):
+        with open(path) as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            assert piped_text() == text
+    monkeypatch.setattr(sys, "stdin", io.StringIO("not a file of the system"))
+    assert piped_text() == ""
+    leader, follower = os.openpty()
+    with os.fdopen(follower) as terminal, os.fdopen(leader, "wb", 0) as keyboard:
+        keyboard.write(b"typed\n")
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert piped_text() == ""
+
+
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        (["--max_tokns", "3"], "unrecognized arguments: --max_tokns 3; did you mean --max_new_tokens?"),
+        (["--temprature=2", "--quiet"], "unrecognized arguments: --temprature=2; did you mean --temperature?"),
+        (["--zzz"], "unrecognized arguments: --zzz (--help"),
+        (["a", "--checkpoint_path", "b"], "'a' and --checkpoint_path 'b' both name a model; name one"),
+        (["-m", "b", "a"], "'a' and --checkpoint_path 'b' both name a model; name one"),
+        (["a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_nearest_one(args, why):
+    with pytest.raises(UserError, match=re.escape(why)):
+        parse_arguments(args)
+
+
+def test_options_as_other_programs_write_them(capsys):
+    usual = parse_arguments(["--checkpoint_path", "a", "--prompt", "--x-y z", "--max_new_tokens", "5"])
+    for args in (
+        ["a", "-p", "--x-y z", "--max-new-tokens", "5"],
+        ["-p", "--x-y z", "-m", "a", "--max_new-tokens=5"],
+        ["--model=a", "--prompt=--x-y z", "--max-new", "5"],
+        ["--max-new-tokens", "5", "--model", "a", "--prompt", "--x-y z", "a"],
+    ):
+        assert vars(parse_arguments(args)) == vars(usual)
+    for command in (["quantize.py", "no/model", "--mode", "int8"], ["evaluate.py", "no/model", "--text", __file__]):
+        done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], capture_output=True, text=True)
+        assert done.returncode == 2 and "no/model" in done.stderr, done.stderr
+    with pytest.raises(SystemExit):
+        parse_arguments(["--version"])
+    assert re.fullmatch(rf"fastpath {re.escape(VERSION)}( [0-9a-f]{{7,}})?\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        (["--json_schema", "missing.json"], "missing.json is not a readable JSON schema"),
+        (["--json_schema", "broken.json"], "broken.json is not a readable JSON schema"),
+        (["--json_schema", "wrong.json"], "wrong.json: "),
+        (["--prompt_file", "missing.txt"], "--prompt_file missing.txt cannot be read"),
+    ],
+)
+def test_what_can_be_refused_before_loading_is(checkpoints, tmp_path, monkeypatch, capsys, args, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "wrong.json").write_text('{"type": 5}')
+    monkeypatch.setattr(program, "load_engine", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match=re.escape(why)):
+        main(capsys, monkeypatch, "--checkpoint_path", checkpoints[None], *args)
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
+    with pytest.raises(UserError, match="llguidance"):
+        main(capsys, monkeypatch, "--checkpoint_path", checkpoints[None], "--json_schema", "broken.json")
 
 
 @pytest.mark.parametrize("length", [None, 100])

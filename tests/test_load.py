@@ -1,14 +1,27 @@
 """From options to a model: the values of ModelOptions, which module has the kernels, which draft is the default."""
 
+import json
+import shutil
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
+from conftest import tiny_chat_llama
+from gguf_writer import bpe_fields, write_gguf
+from tokenizers import Tokenizer
 
 import generate
 import load
 import serve
 from checkpoint import open_directory
 from cli import UserError
-from load import DraftOption, ModelOptions
+from convert_hf_checkpoint import convert
+from formats import Quantization
+from load import DraftOption, ModelOptions, default_params, open_checkpoint
+from quantize import quantize_checkpoint
+from sampling import DEFAULTS
+from server.api import ServedModel
 from speculative import Speculation
 
 
@@ -93,3 +106,91 @@ def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
 def test_an_engine_that_could_do_nothing(tiny, rows, length, why):
     with pytest.raises(UserError, match=why):
         load.load_engine(open_directory(tiny("llama-mha")[2]), ModelOptions(device="cpu"), rows, length)
+
+
+# ---------------------------------------------------------------- the default sampling settings
+
+
+FOUND = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    "generation, expected, warns",
+    [
+        (FOUND | {"do_sample": True, "eos_token_id": 1}, FOUND, False),
+        ({"top_p": 0.8}, {"top_p": 0.8}, False),
+        ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}, False),
+        ({"do_sample": True, "bos_token_id": 0}, {}, False),
+        ({"temperature": None, "top_k": -1, "top_p": 1.0}, {}, False),
+        ({"temperature": "hot", "top_p": 0.5}, {}, True),
+        ({"temperature": 0.6, "top_k": 2.5}, {}, True),
+        ({"top_p": 7}, {}, True),
+        ({"min_p": True}, {}, True),
+    ],
+    ids=str,
+)
+def test_what_a_models_files_recommend_is_the_default(checkpoints, tmp_path, capsys, generation, expected, warns):
+    """In our directories, which also keep it when they are converted and quantized."""
+    directory = shutil.copytree(checkpoints[None], tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    checkpoint = open_checkpoint(directory)
+    params = replace(DEFAULTS, **expected)
+    assert default_params(checkpoint, ModelOptions()) == params
+    assert ("warning: the settings that" in capsys.readouterr().err) == warns
+    assert default_params(checkpoint, ModelOptions(generation_config="none")) == DEFAULTS
+    quantize_checkpoint(directory, tmp_path / "int8", Quantization("int8", 32, "int8"))
+    assert default_params(open_checkpoint(tmp_path / "int8"), ModelOptions()) == params
+
+
+def test_a_gguf_file_and_a_hugging_face_directory_recommend_alike(tmp_path, byte_level):
+    """As llama.cpp's converter writes the fields of generation_config.json."""
+    oracle, library = tiny_chat_llama(tmp_path / "hf", byte_level, 64, "{{ messages }}", seed=5)
+    assert default_params(open_checkpoint(tmp_path / "hf"), ModelOptions()) == DEFAULTS
+    path = tmp_path / "hf" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | FOUND))
+    names = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+    fields = {f"general.sampling.{names.get(name, name)}": value for name, value in FOUND.items()}
+    tokens = bpe_fields(Tokenizer.from_file(str(byte_level / "tokenizer.json")), "qwen2")
+    write_gguf(tmp_path / "with.gguf", oracle, tokens, extra=fields)
+    write_gguf(tmp_path / "strange.gguf", oracle, tokens, extra={"general.sampling.temp": "hot"})
+
+    convert(open_checkpoint(tmp_path / "hf"), tmp_path / "ours", torch.float32)
+    for name in ("hf", "with.gguf", "ours"):
+        assert default_params(open_checkpoint(tmp_path / name), ModelOptions()) == replace(DEFAULTS, **FOUND)
+    assert default_params(open_checkpoint(tmp_path / "strange.gguf"), ModelOptions()) == DEFAULTS
+
+
+def test_all_programs_have_the_same_default_settings(checkpoints, tmp_path, monkeypatch, capsys):
+    """A request without settings, generate.py, and a conversation. An option or a field that is named wins."""
+    directory = shutil.copytree(checkpoints[None], tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps(FOUND))
+    seen = []
+
+    def stop(checkpoint, options, rows, length, how):
+        raise UserError("stop here")
+
+    monkeypatch.setattr(generate, "load_engine", stop)
+    monkeypatch.setattr(generate, "replace", lambda params, **given: seen.append(replace(params, **given)) or seen[-1])
+    for args in ([], ["--interactive"], ["--generation_config", "none"], ["--temperature", "0.9", "--top_k", "0"]):
+        monkeypatch.setattr(sys, "argv", ["generate.py", str(directory), *args])
+        with pytest.raises(UserError, match="stop here"):
+            generate.main()
+    own = replace(DEFAULTS, **FOUND, seed=1234)
+    assert seen == [own, own, replace(DEFAULTS, seed=1234), replace(own, temperature=0.9, top_k=0)]
+
+    checkpoint = open_checkpoint(directory)
+    params = default_params(checkpoint, ModelOptions())
+    model = ServedModel(checkpoint.config, checkpoint.tokenizer_files, "tiny", 99, sampling=params)
+    messages = [{"role": "user", "content": "Hi"}]
+    for body, more in (
+        ({}, {}),
+        ({"top_p": 0.5, "temperature": None}, {"top_p": 0.5}),
+        ({"temperature": 0, "top_k": -1}, {"temperature": 0, "top_k": 0}),
+    ):
+        for completion in (
+            model.parse_chat({"messages": messages} | body),
+            model.parse_completion({"prompt": "Hi"} | body),
+        ):
+            found = completion.choices[0].request.params
+            assert found == replace(own, **more, seed=found.seed)
+    assert model.model_card()["sampling"] == FOUND

@@ -10,22 +10,26 @@ Answers go to stdout, everything else to stderr.
 
 import json
 import os
+import re
 import signal
 import sys
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 
-from cli import UserError, first_line, has_colours, print_status, printable, read_text, without_newline
+from cli import UserError, first_line, has_colours, positive, print_status, printable, read_text, without_newline
 from compile import warm_up
 from engine import Engine, Plan, Request, check_prompt, read_with_progress
-from sampling import SamplingParams
+from sampling import RANGES, SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer, start_of_partial
 
 HELP = """/reset          forget the conversation
 /regenerate     answer the last message again
+/set NAME VALUE change a setting, as in /set temperature 0.2 (/set shows all settings)
 /system TEXT    set the system message (without TEXT: show it)
 /save FILE      write the conversation to a file, as JSON
 /load FILE      go on with the conversation of a file
@@ -33,12 +37,14 @@ HELP = """/reset          forget the conversation
 /stats          show what was read, reused and written so far
 /bye            leave (so do exit, quit, /exit, /quit and Ctrl-D)
 //TEXT          send /TEXT, which could be a command
+Tab completes a command. An unknown one is refused, but /think, /no_think and words
+that the model's chat template knows are sent. Ctrl-C stops an answer.
 Pasted lines are one message. \"\"\" begins a message of several lines, and ends it.
-Ctrl-C stops an answer; an empty line is not sent; all other lines are sent.
 What you type is kept in ~/.local/state/fastpath/history.jsonl (or $XDG_STATE_HOME)."""
 ENDS = ("/bye", "/exit", "/quit")
-WITH_TEXT = ("/system", "/save", "/load")  # the commands that take a text
+WITH_TEXT = ("/set", "/system", "/save", "/load")  # the commands that take a text
 COMMANDS = ("/reset", "/regenerate", "/thoughts", "/stats", "/help", *WITH_TEXT, *ENDS)
+SETTINGS = (*RANGES, "max_new_tokens", "system")  # what /set changes
 QUOTES = '"""'
 HISTORY_LINES = 1000
 LARGEST_CONVERSATION = 1 << 24  # bytes of a file
@@ -54,7 +60,7 @@ class Session:
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    params: SamplingParams
+    params: SamplingParams  # of the next answer; each answer has another seed, so that no two begin alike
     max_new_tokens: int | None = None  # per answer; None: as many as the context holds
     stop_ids: frozenset[int] = frozenset()
     stop: Iterable[str] = ()
@@ -82,6 +88,28 @@ class Session:
         # This fails if the template refuses system messages.
         self.encode(text, [{"role": "user", "content": "?"}])
         self.system = text
+
+    def change(self, name: str, text: str):
+        """Change a setting for all answers that follow.
+
+        name: one of SETTINGS. text: its value; "none" stands for None. UserError if the setting
+        cannot have this value.
+        """
+        value = None if text.lower() == "none" else text
+        if name == "system":
+            self.set_system(value)
+        elif name == "max_new_tokens":
+            try:
+                self.max_new_tokens = value and positive(value)
+            except (ValueError, ArgumentTypeError):
+                raise UserError(f"max_new_tokens must be an integer of at least 1, or none: {text!r}") from None
+        else:
+            with suppress(ValueError):  # SamplingParams refuses what is no number, and says what is allowed
+                value = SamplingParams.__annotations__[name](text)
+            try:
+                self.params = replace(self.params, **{name: value})
+            except ValueError as error:
+                raise UserError(str(error)) from None
 
     def encode(self, system: str | None, messages: list[dict]) -> list[int]:
         """Token ids of a conversation with these messages, up to where the next answer begins."""
@@ -116,9 +144,7 @@ class Session:
             more = f"room for {room} more tokens in the context of {self.context}"
             print_status(f"({more}; /reset frees all of it)", dim=True)
 
-        seed = self.params.seed + len(self.turns)  # with equal seeds, turns would begin alike
-        params = replace(self.params, seed=seed)
-        request = Request(prompt, params, min(room, self.max_new_tokens or room), self.stop_ids)
+        request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids)
         drafted_before = drafted_tokens(self.engine)
         answer = self.run_request(request, show)
         self.drafted = drafted_tokens(self.engine) - drafted_before
@@ -127,6 +153,8 @@ class Session:
         if request.new_tokens:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.turns.append(request)
+        # The smallest seed, an int64, follows the largest.
+        self.params = replace(self.params, seed=(self.params.seed + 1 + 2**63) % 2**64 - 2**63)
         return request
 
     def run_request(self, request: Request, show: Callable[[str], None]) -> str:
@@ -264,7 +292,7 @@ class Session:
         if used >= self.context:
             line += ", full: the answer is cut"
         elif turn.finish_reason == "length":
-            line += "; cut at --max_new_tokens"
+            line += "; cut at max_new_tokens"
         elif turn.finish_reason == "cancelled":
             line += "; interrupted"
         if self.keeps_all and used >= self.context:
@@ -430,11 +458,15 @@ def chat(session: Session, first: Iterable[str] = ()):
     # Bytes that are not UTF-8 become U+FFFD. Piped text may begin with a byte order mark.
     encoding = None if sys.stdin.isatty() else "utf-8-sig"
     sys.stdin.reconfigure(encoding=encoding, errors="replace", newline="\n")
+
+    # Qwen3 knows the first two words, but its template does not have them. The template of SmolLM3 has
+    # {% if "/system_override" in system_message %}. A tag such as </think> is not a word with a slash.
+    sent = ["/think", "/no_think", *re.findall(r"(?<![\w<|\[/])/[a-zA-Z]\w*", getattr(session.template, "source", ""))]
+    known = [*COMMANDS, *(f"/set {name}" for name in SETTINGS), *sent]
     if sys.stdin.isatty():
         print_welcome(session)
-        start_readline()
+        start_readline(known)
     first = list(first)
-    has_hinted = False
     while True:
         try:
             if first:
@@ -452,13 +484,12 @@ def chat(session: Session, first: Iterable[str] = ()):
             if command in ENDS and not rest and "\n" not in text:
                 return
 
-            if command in COMMANDS and ("\n" not in text or command == "/system"):
+            if command in COMMANDS and ("\n" not in text or re.match(r"\s*/(set\s+)?system\s", text, re.IGNORECASE)):
                 handle_command(session, command, rest)
+            elif "\n" not in text and word not in sent and re.fullmatch(r"/[^\W\d_][\w-]*", word):
+                nearest = [*get_close_matches(command, known, n=1), "/help"][0]
+                raise UserError(f"{word} is not a command, so it is not sent; try {nearest}, or /{word} to send it")
             elif word:
-                is_odd = command[0] == "/" and "/" not in command[1:] and "\n" not in text
-                if is_odd and not has_hinted:
-                    print_status(f"({word} is not a command, so it is sent; /help lists the commands)", dim=True)
-                    has_hinted = True
                 send(session, text)
         except UserError as error:
             print_status(f"error: {error}", dim=True)
@@ -506,10 +537,10 @@ def handle_command(session: Session, command: str, rest: str):
     elif command == "/system" and rest:
         session.set_system(rest)
         text = "(system message set)"
-    elif command == "/system" and session.system is None:
-        text = "(no system message is set; the template may have its own)"
     elif command == "/system":
-        text = session.system
+        text = session.system or "(no system message is set; the template may have its own)"
+    elif command == "/set":
+        text = change_or_show(session, *rest.split(maxsplit=1))
     elif command in ("/save", "/load"):
         text = save_or_load(session, command, rest)
     elif command == "/thoughts":
@@ -520,6 +551,20 @@ def handle_command(session: Session, command: str, rest: str):
     else:
         text = HELP
     print_status(text, dim=True)
+
+
+def change_or_show(session: Session, name: str = "", text: str = "") -> str:
+    """Do what /set says, and return the setting with this name, or all if there is no name.
+
+    text: the new value, if there is one.
+    """
+    name = name.lower()
+    if name and name not in SETTINGS:
+        raise UserError(f"{name!r} is not a setting; the settings are {', '.join(SETTINGS)}")
+    if text:
+        session.change(name, text)
+    values = vars(session) | vars(session.params)
+    return "\n".join(f"{key:<20}{printable(str(values[key]))}" for key in SETTINGS if name in ("", key))
 
 
 def save_or_load(session: Session, command: str, name: str) -> str:
@@ -588,8 +633,11 @@ def read_line(prompt: str) -> str | None:
     return None
 
 
-def start_readline():
-    """Give input() line editing, pasted lines as one input, and the history of conversations."""
+def start_readline(commands: list[str]):
+    """Give input() line editing, pasted lines as one input, and the history of conversations.
+
+    Tab completes a line to one of these commands, a word at a time.
+    """
     try:
         import readline
     except ImportError:  # Windows
@@ -597,6 +645,14 @@ def start_readline():
     if os.environ.get("TERM", "dumb") != "dumb":  # dumb terminals would show the escape sequences
         readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns this off
         readline.parse_and_bind("set enable-active-region off")  # else pasted text is coloured
+
+    def complete(line: str, n: int) -> str | None:  # the n-th line that it may become
+        found = [text for text in commands if text.startswith(line.lower()) and text.count(" ") == line.count(" ")]
+        return [*found, None][n] if line.startswith("/") else [f"{line}\t", None][n]
+
+    readline.set_completer(complete)
+    readline.set_completer_delims("")  # complete() gets the line from its beginning to the cursor
+    readline.parse_and_bind("tab: complete")
     for line in read_history():
         with suppress(ValueError):  # a line that this locale cannot show
             readline.add_history(line)

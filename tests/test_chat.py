@@ -172,7 +172,7 @@ def test_commands(tiny_model, monkeypatch, capsys):
     turns = session.turns
     assert len(turns) == 3 and out.count("\n") == 3, "after /exit nothing is answered"
     assert turns[1].prompt == [1, 60, 61, 4, *turns[0].prompt] and session.system == text_of(60, 61)
-    assert "5 tokens, " in err and "; 5 read, 0 reused; context 9 of 256; cut at --max_new_tokens]" in err
+    assert "5 tokens, " in err and "; 5 read, 0 reused; context 9 of 256; cut at max_new_tokens]" in err
     assert "turns: 1\ncontext: 9 of 256 tokens in the cache\nread: 5 tokens, " in err
     assert chat.HELP in err and "is not a command" not in err
     assert err.count("error: the template refuses this") == 2
@@ -201,11 +201,11 @@ def test_drafted_tokens_are_counted(tiny_model):
     assert session.statistics().splitlines()[-1] == line
 
 
-def sent_lines(monkeypatch, capsys, *lines):
+def sent_lines(monkeypatch, capsys, *lines, template=None):
     """(the messages that a session without a model is asked, stderr)."""
     sent, turn = [], SimpleNamespace(messages=[])
     session = SimpleNamespace(
-        engine=SimpleNamespace(ranks=SingleProcess()), template=None, summary=lambda turn: "[summary]"
+        engine=SimpleNamespace(ranks=SingleProcess()), template=template, summary=lambda turn: "[summary]"
     )
     session.reset, session.set_system = lambda: sent.append("RESET"), lambda text: sent.append(f"SYSTEM {text!r}")
     session.statistics, session.system = lambda: "STATISTICS", None
@@ -214,38 +214,164 @@ def sent_lines(monkeypatch, capsys, *lines):
 
 
 @pytest.mark.parametrize(
-    "line, message, hints",
+    "line, message",
     [
-        ("/no_think what is 2+2", "/no_think what is 2+2", 1),
-        ("  /think", "  /think", 1),
-        ("/", "/", 1),
-        ("/hlep", "/hlep", 1),
-        ("/Reset", "RESET", 0),
-        ("/SYSTEM Be brief.", "SYSTEM 'Be brief.'", 0),
-        ("exit the room", "exit the room", 0),
-        ("byebye", "byebye", 0),
-        ("/exit! she said", "/exit! she said", 1),
-        ("/systemctl status", "/systemctl status", 1),
-        ("/etc/hosts is a file", "/etc/hosts is a file", 0),
-        ("//exit", "/exit", 0),
-        (" //reset the router", " /reset the router", 0),
-        ("///", "//", 0),
-        ("//etc/hosts", "/etc/hosts", 0),
-        ("what is //?", "what is //?", 0),
-        ("/reset", "RESET", 0),
-        ("/system\tBe brief. /no_think", "SYSTEM 'Be brief. /no_think'", 0),
+        ("/no_think what is 2+2", "/no_think what is 2+2"),
+        ("  /think", "  /think"),
+        ("/", "/"),
+        ("/Reset", "RESET"),
+        ("/SYSTEM Be brief.", "SYSTEM 'Be brief.'"),
+        ("exit the room", "exit the room"),
+        ("byebye", "byebye"),
+        ("/exit! she said", "/exit! she said"),
+        ("/etc/hosts is a file", "/etc/hosts is a file"),
+        ("/* a comment */", "/* a comment */"),
+        ("/** a comment", "/** a comment"),
+        ("/2 is a half", "/2 is a half"),
+        ("/_/", "/_/"),
+        ("//exit", "/exit"),
+        ("//hlep", "/hlep"),
+        (" //reset the router", " /reset the router"),
+        ("///", "//"),
+        ("//etc/hosts", "/etc/hosts"),
+        ("what is //?", "what is //?"),
+        ("what is /hlep", "what is /hlep"),
+        ("/reset", "RESET"),
+        ("/system\tBe brief. /no_think", "SYSTEM 'Be brief. /no_think'"),
     ],
 )
-def test_lines_that_begin_with_a_slash(monkeypatch, capsys, line, message, hints):
+def test_lines_that_begin_with_a_slash(monkeypatch, capsys, line, message):
     sent, err = sent_lines(monkeypatch, capsys, line)
-    assert sent == [message]
-    assert err.count(f"({line.split()[0]} is not a command, so it is sent; /help lists the commands)") == hints
+    assert sent == [message] and "error" not in err
 
 
-def test_the_hint_about_commands_is_shown_once(monkeypatch, capsys):
-    sent, err = sent_lines(monkeypatch, capsys, "/no_think a", "/no_think b", "/stats", "/c", "/quit", "/d")
-    assert sent == ["/no_think a", "/no_think b", "/c"] and "STATISTICS" in err
-    assert err.count("is not a command") == 1 and "/no_think is not a command" in err
+@pytest.mark.parametrize(
+    "line, nearest",
+    [
+        ("/hlep", "/help"),
+        ("  /RESTE now", "/reset"),
+        ("/systemctl status", "/system"),
+        ("/no-think what is 2+2", "/no_think"),
+        ("/THINK", "/think"),
+        ("/temperature 0.2", "/set temperature"),
+        ("/top_k", "/set top_k"),
+        ("/regen", "/regenerate"),
+        ("/größe", "/help"),
+        ("/qqqq", "/help"),
+    ],
+)
+def test_an_unknown_command_is_refused(monkeypatch, capsys, line, nearest):
+    """Whatever follows it, with the nearest command. The conversation goes on."""
+    word = line.split()[0]
+    sent, err = sent_lines(monkeypatch, capsys, line, "Hello", f"/{line.strip()}")
+    assert sent == ["Hello", line.strip()]
+    refusal = f"error: {word} is not a command, so it is not sent; try {nearest}, or /{word} to send it"
+    assert err.splitlines() == [refusal, "[summary]", "[summary]"]
+
+
+def test_an_unknown_command_is_not_in_the_context(tiny_model, monkeypatch, capsys):
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
+    out, err = run_lines(session, monkeypatch, capsys, text_of(50, 51), "/rgeenerate", text_of(52))
+    assert err.count("error: /rgeenerate is not a command") == 1 and "/rgeenerate" not in out
+    assert [message["content"] for message in session.messages[::2]] == [text_of(50, 51), text_of(52)]
+    assert session.turns[1].prompt == letters.encode(session.messages[:-1])
+
+
+def test_words_that_the_template_knows_are_sent(monkeypatch, capsys):
+    """Each is a word with a slash in the template's text. The end of a tag is none, nor is a part of a word."""
+    source = "{% if '/system_override' in text %}<think></think>[/INST]<|/tool|>/a_long_word{% endif %} https://x/path"
+    lines = ["/system_override a", "/a_long_word", "/think", "/no_think", "/INST", "/tool", "/path", "/a", "/long_word"]
+    sent, err = sent_lines(monkeypatch, capsys, *lines, template=SimpleNamespace(source=source))
+    assert sent == lines[:4] and err.count("is not a command") == len(lines) - 4
+    _, err = sent_lines(monkeypatch, capsys, "/system_overide", template=SimpleNamespace(source=source))
+    assert "try /system_override, or" in err
+
+
+def test_pasted_lines_are_a_message_whatever_the_first_word(tiny_model, monkeypatch, capsys):
+    """A system message, however, may have several lines."""
+    letters, sent = Letters(), []
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
+    pasted = ["/hlep\nme", "/reset\nthe router", "/set the table\nfor two", "/* one\n * two */", "//a\n//b"]
+    pasted += [f"/system {text_of(7)}\n{text_of(8)}", f"/SET system\n{text_of(9)}\n{text_of(10)}"]
+    messages = iter(pasted)
+    monkeypatch.setattr(chat, "read_message", lambda: next(messages, None))
+    monkeypatch.setattr(letters, "encode", lambda messages: [1])
+    monkeypatch.setattr(session, "ask", lambda text, show: sent.append(text) or SimpleNamespace(new_tokens=[]))
+    run_lines(session, monkeypatch, capsys)
+    assert sent == [*pasted[:4], "/a\n//b"]
+    assert session.system == f"{text_of(9)}\n{text_of(10)}"
+
+
+def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
+    """From the next answer on. The cache is reused as before, and the answers are those of the settings."""
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
+    speculation = Speculation([RetrievalDraft()], 4, automatic=False)
+    session.engine = Engine(session.engine.model, 1, 256, None, speculation)
+    lines = [text_of(50, 51), "/set temperature 0.9", "/SET Top_K 20", "/set top_p .95", "/set min_p\t0.01"]
+    lines += ["/set repetition_penalty 1.1", "/set max_new_tokens 9", "/set seed -3", text_of(50, 51, 52)]
+    lines += [f"/set system {text_of(8, 8)}", "/set max_new_tokens None", "/set seed", "/set"]
+    _, err = run_lines(session, monkeypatch, capsys, *lines)
+    expected = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=-3)
+    first, second = session.turns
+    assert first.params == SamplingParams(temperature=0.0, seed=5)
+    assert second.params == expected and len(second.new_tokens) == 9
+    assert second.cached_tokens == len(first.prompt) + 4, "all but the last token"
+    fresh = load_model(tiny("llama-mha")[2], dtype=torch.float32)
+    assert all(turn.new_tokens == answer_without_cache(fresh, turn) for turn in session.turns)
+
+    shown = [line.split() for line in err.splitlines() if line.startswith(chat.SETTINGS)]
+    assert shown[:8] == [
+        ["temperature", "0.9"], ["top_k", "20"], ["top_p", "0.95"], ["min_p", "0.01"], ["repetition_penalty", "1.1"],
+        ["max_new_tokens", "9"], ["seed", "-3"], ["system", text_of(8, 8)],
+    ]  # fmt: skip
+    assert shown[8:10] == [["max_new_tokens", "None"], ["seed", "-2"]], "the next answer has the next seed"
+    values = {"temperature": "0.9", "top_k": "20", "top_p": "0.95", "min_p": "0.01", "repetition_penalty": "1.1"}
+    values |= {"frequency_penalty": "0.0", "presence_penalty": "0.0", "seed": "-2", "max_new_tokens": "None"}
+    assert dict(shown[10:]) == values | {"system": text_of(8, 8)} and len(shown) == 20
+    _, err = run_lines(session, monkeypatch, capsys, "/set system none", "/set system")
+    assert session.system is None and err.split() == ["system", "None"] * 2
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("/set temperature hot", "temperature must be a number from 0 to 1e+30: 'hot'"),
+        ("/set temperature -1", "temperature must be a number from 0 to 1e+30: -1.0"),
+        ("/set temperature nan", "temperature must be a number from 0 to 1e+30: nan"),
+        ("/set temperature 0.2 0.3", "temperature must be a number from 0 to 1e+30: '0.2 0.3'"),
+        ("/set top_p 2", "top_p must be a number from 0 to 1: 2.0"),
+        ("/set min_p \033[2J", r"min_p must be a number from 0 to 1: '\x1b[2J'"),
+        ("/set top_k 0.5", "top_k must be an integer from 0 to 2147483648: '0.5'"),
+        ("/set top_k none", "top_k must be an integer from 0 to 2147483648: None"),
+        ("/set seed 1e3", f"seed must be an integer from -{2**63} to {2**63 - 1}: '1e3'"),
+        ("/set max_new_tokens 0", "max_new_tokens must be an integer of at least 1, or none: '0'"),
+        ("/set max_new_tokens all", "max_new_tokens must be an integer of at least 1, or none: 'all'"),
+        ("/set system refuse this", "the template refuses this"),
+        ("/set logit_bias 3", f"'logit_bias' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
+        ("/set temprature 0.2", f"'temprature' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(tiny_model, monkeypatch, capsys, line, why):
+    """It says what is allowed, and changes nothing."""
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5, system=text_of(9))
+    before = dict(vars(session))
+    capsys.readouterr()  # what making the model has printed
+    assert run_lines(session, monkeypatch, capsys, line).err == f"error: {why}\n"
+    assert vars(session) == before
+
+
+def test_a_seed_that_was_set_gives_the_same_answer_again(tiny_model, monkeypatch, capsys):
+    """The largest seed is followed by the smallest."""
+    letters = Letters()
+    session = make_session(tiny_model("llama-mha"), 256, letters, letters, temperature=1.0, max_new_tokens=9)
+    seed = f"/set seed {2**63 - 1}"
+    run_lines(session, monkeypatch, capsys, text_of(50), seed, text_of(60), "/regenerate", seed, "/regenerate")
+    _, first, other, again = session.turns
+    assert first.new_tokens == again.new_tokens != other.new_tokens
+    assert (first.params.seed, other.params.seed) == (2**63 - 1, -(2**63))
 
 
 def test_a_line_of_input_ends_at_a_newline(monkeypatch, capsys):
@@ -453,7 +579,7 @@ def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch,
         (['"""', '"""', "x"], ["x"]),
         (['"""', "def f():", '    """A docstring."""', '"""', "x"], ['def f():\n    """A docstring."""', "x"]),
         (["/reset the router", "/bye for now", "/stats?"], ["/stats?"]),
-        (["/savetext", "x"], ["/savetext", "x"]),
+        (["/savetext", "x"], ["x"]),
         (["a", "EXIT", "b"], ["a"]),
         (["a", "quit ", "b"], ["a"]),
         (["a", "/Bye", "b"], ["a"]),
@@ -849,6 +975,35 @@ def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment", [{}, pytest.param({"INPUTRC": "/dev/null", "TERM": "dumb"}, marks=pytest.mark.full)]
+)
+def test_tab_completes_commands_in_a_terminal(default_checkpoint, start, tmp_path, environment):
+    """A word at a time, at the beginning of the line. Elsewhere it is a tab."""
+    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 3, **environment)
+    talk.prompt()
+    talk.type("/STA\t\r")
+    assert "turns: 0" in talk.until("written: ")
+    talk.prompt()
+    talk.type("/s\t\t")
+    shown = talk.until(r"/save +/set +/stats +/system\s")
+    assert "temperature" not in shown
+    talk.type("et te\t 0.25\r")
+    talk.until(r"temperature +0\.25\r\n")
+    talk.prompt()
+    talk.type("/zzz\t\t\r")
+    talk.until("error: /zzz is not a command")
+    talk.prompt()
+    talk.type("\tGrüße\t/s\tx\r")
+    talk.until(r"\d+ read, \d+ reused; ")
+    talk.prompt()
+    talk.type("/by\t\r")
+    assert talk.exit_code() == 0
+    lines = (tmp_path / "state" / "fastpath" / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines][1:] == ["/set temperature 0.25", "/zzz", "\tGrüße\t/s\tx", "/bye"]
+
+
+@pytest.mark.slow
 def test_a_session_in_pipes(default_checkpoint, tmp_path):
     command = [*PROGRAM, "--interactive", "--temperature", "0", "--max_new_tokens", "12", "--prompt", "Hi"]
     text = b"What is 2+2?\n\n\xff\xfe not UTF-8\r\nlast line without an end"
@@ -891,4 +1046,5 @@ def test_one_conversation_at_a_time(monkeypatch):
             parse_arguments(["--interactive", *args])
     assert parse_arguments(["--interactive"]).max_new_tokens is None
     assert parse_arguments(["--system", "x"]).chat and parse_arguments([]).max_new_tokens == 200
-    assert chat.HELP.count("\n") < 13
+    assert chat.HELP.count("\n") < 14
+    assert all(command in chat.HELP for command in {*chat.COMMANDS, "/think", "/no_think"} - {"/help"})

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from server.parameters import Types, ValueText
+from server.parameters import Types, ValueText, refuse_constant
 from server.python_calls import ARGUMENT_START, PythonArguments
 from server.tools import NAME_PATTERN, ToolFormat
 from tokenizer import StopSearch, start_of_partial
@@ -241,15 +241,19 @@ class AnswerParser:
         if not self.ended:
             return False
 
-        self.inner_events += self.inner.end(self.is_cut)
-        text = self._take(len(self.text))
+        events = self.inner_events + self.inner.end(self.is_cut)
+        self.inner.calls -= len(self.inner.broken)
         if self.is_cut or not self.inner.has_whole_calls:
-            self._emit(Reasoning, text)
-            return False
-        for event in self.inner_events:
-            self.events.append(Reasoning(event.text) if isinstance(event, Content) else event)
-        self.calls = self.inner.calls
-        self.whole_calls = self.inner.whole_calls
+            self._emit(Reasoning, self._take(1))
+            self.read = self._read_thoughts
+            return True
+        self._take(len(self.text))
+        for event in without_broken_calls(events, self.inner.broken):
+            if isinstance(event, Content):
+                self._emit(Reasoning, event.text)
+            else:
+                self.events.append(event)
+        self.calls = self.whole_calls = self.inner.whole_calls
         return False
 
     def _end_thoughts(self) -> bool:
@@ -458,7 +462,7 @@ class AnswerParser:
         """(name, arguments as JSON text) of an object; None if it is not a call of a known tool, or
         not complete."""
         try:
-            value = json.loads(JsonRepair().add(text))
+            value = json.loads(JsonRepair().add(text), parse_constant=refuse_constant)
             if isinstance(value, dict) and isinstance(value.get("function"), dict):
                 value = value["function"]
             if not isinstance(value, dict):
@@ -474,7 +478,7 @@ class AnswerParser:
                 return None
             if name not in self.syntax.names:
                 return None
-            return name, json.dumps(arguments, ensure_ascii=False)
+            return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
         except (ValueError, RecursionError):
             return None
 
@@ -708,51 +712,48 @@ class JsonRepair:
     The text may come in pieces. What is not known to be valid yet is held back.
     """
 
+    # What may stand in a string and outside of strings. A backslash or a comma matches once it is known
+    # what follows it.
+    IN_STRING = re.compile(
+        r"""(?P<quote>")|[^"\\\x00-\x1f]+|(?P<control>[\x00-\x1f])|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})"""
+        r"""|(?P<backslash>\\)(?=[^"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])"""
+    )
+    OUTSIDE = re.compile(r'(?P<quote>")|[^",]+|(?P<comma>,)(?=\s{0,99}[}\]])|,(?=\s{0,99}[^\s}\]]|\s{100})')
+
     def __init__(self):
         self.text = ""  # all that was returned
         self.in_string = False
-        self.held = ""  # a backslash in a string; elsewhere a comma, and the white space after it
+        self.held = ""
 
     def add(self, text: str) -> str:
-        repaired = "".join(map(self._repair, text))
-        self.text += repaired
-        return repaired
+        text = self.held + text
+        at = 0
+        pieces = []
+        while (match := (self.IN_STRING if self.in_string else self.OUTSIDE).match(text, at)) is not None:
+            pieces.append(self._repaired(match.lastgroup, match[0], text[match.end() : match.end() + 1]))
+            at = match.end()
+        self.held = text[at:]
+        self.text += "".join(pieces)
+        return "".join(pieces)
 
-    def _repair(self, char: str) -> str:
-        if self.in_string:
-            return self._repair_in_string(char)
-        if char == "," or (self.held and char.isspace()):
-            before = self.held if char == "," else ""
-            self.held = char if char == "," else self.held + char
-            return before
-        if char in "}]":
-            self.held = self.held.removeprefix(",")
-        before = self.held
-        self.held = ""
-        self.in_string = char == '"'
-        return before + char
-
-    def _repair_in_string(self, char: str) -> str:
-        escape = self.held
-        self.held = ""
-        if char == "\\" and not escape:
-            self.held = char
-            return ""
-        if char == '"' and not escape:
-            self.in_string = False
-        if char < " ":
-            return json.dumps(char)[1:-1]
-        if not escape or char in '"\\/bfnrtu':
-            return escape + char
-        return char if char == "'" else f"\\\\{char}"
+    def _repaired(self, kind: str | None, piece: str, following: str) -> str:
+        """A piece of the text as valid JSON. kind: the name of its group; None if it is valid."""
+        self.in_string ^= kind == "quote"
+        if kind == "control":
+            return json.dumps(piece)[1:-1]
+        if kind == "backslash":
+            return "" if following == "'" or following < " " else r"\\"
+        return "" if kind == "comma" else piece
 
     def is_valid(self) -> bool:
-        """Whether the text so far is valid JSON."""
+        """Whether the text so far is valid JSON, however deep or long its values are."""
         try:
-            json.loads(self.text)
+            json.loads(self.text, parse_constant=refuse_constant, parse_int=str)
             return True
-        except (ValueError, RecursionError):
+        except ValueError:
             return False
+        except RecursionError:
+            return True
 
 
 class JsonScanner:

@@ -320,7 +320,7 @@ class MessageBuilder:
         """The message with the whole answer."""
         choice = self.completion.choices[0]
         update = choice.combined()
-        content = content_blocks(choice.events(update))
+        content = content_blocks(choice.all_events(update))
         stop = stop_fields(choice, update)
         has_call = any(block["type"] == "tool_use" for block in content)
         if stop["stop_reason"] == "tool_use" and not has_call:  # all calls have become text

@@ -37,6 +37,7 @@ from server.request_fields import (
 )
 from tokenizer import Tokenizer, TokenizerFiles
 
+LONG_TOKEN = 16  # characters: more than tokens have on average
 MAX_PROMPTS = 128  # in one request; a prompt with n answers counts n times
 
 # ---------------------------------------------------------------- a parsed request
@@ -79,7 +80,9 @@ class Choice:
     def all_events(self, combined: Update) -> list[Event]:
         """The events of a whole answer. Calls whose arguments are not JSON are content there; a stream
         has begun to send them as calls."""
-        return without_broken_calls(self.events(combined), self.parser.broken)
+        events = without_broken_calls(self.events(combined), self.parser.broken)
+        self.parser.calls -= len(self.parser.broken)
+        return events
 
     def finish_reason(self, update: Update) -> str | None:
         """The finish reason for the response, after the update was parsed.
@@ -161,9 +164,18 @@ class ServedModel:
         if self.tokenizer.vocabulary is None:
             raise ApiError("the model has no tokenizer: send token ids", param=param)
         try:
+            self.check_text(text, param)
             return self.tokenizer.encode(text, add_bos)
         except UserError as error:
             raise ApiError(str(error), param=param) from None
+
+    def check_text(self, text: str, param: str):
+        """Refuse a text whose beginning is longer than the context: tokenizing all of it would take more
+        than 100 bytes of memory for each byte."""
+        beginning = text[: LONG_TOKEN * self.context_length]
+        if beginning != text and len(self.tokenizer.encode(beginning)) > self.context_length + LONG_TOKEN:
+            reason = f"the prompt has more than the {self.context_length} tokens of the context"
+            raise ApiError(reason, param=param, code="context_length_exceeded")
 
     def encode_prompts(self, prompt) -> list[tuple[list[int], str | None]]:
         """(ids, text) of each prompt in the field `prompt`; text is None if token ids were sent."""

@@ -405,8 +405,9 @@ def render_somehow(messages: list[dict], render: Callable[[list[dict]], str]) ->
     refuses these, or leaves out a system message that is not the first message. UserError with the
     template's reason for refusing the messages as they are if it refuses all."""
     has_user = any(message["role"] == "user" for message in messages)
-    least = messages[1:] if has_user else messages  # templates may change a system message at the beginning
-    instructions = [message["content"].strip() for message in least if message["role"] == "system"]
+    instructions = [message["content"].strip() for message in messages if message["role"] == "system"]
+    if has_user and len(instructions) == 1 and messages[0]["role"] == "system":
+        instructions = []  # templates may change a system message at the beginning
     texts = []
     errors = []
     for variant in variants(messages):
@@ -415,7 +416,7 @@ def render_somehow(messages: list[dict], render: Callable[[list[dict]], str]) ->
         except UserError as error:
             errors.append(error)
             continue
-        if all(text in texts[-1] for text in instructions):
+        if all(texts[-1].count(text) >= instructions.count(text) for text in instructions):
             return texts[-1]
     if not texts:
         raise errors[0]
@@ -444,12 +445,13 @@ def variants(messages: list[dict]) -> Iterator[list[dict]]:
 
 
 def with_joined_users(messages: list[dict]) -> list[dict]:
-    """Messages in which those of the user that follow each other are one."""
+    """Messages in which a message of the user joins the one before it, if that is the user's, too, or the
+    result of a tool."""
     joined = []
     for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "user":
+        if joined and message["role"] == "user" and joined[-1]["role"] in ("user", "tool"):
             texts = [joined[-1]["content"], message["content"]]
-            joined[-1] = {"role": "user", "content": "\n\n".join(filter(None, texts))}
+            joined[-1] = joined[-1] | {"content": "\n\n".join(filter(None, texts))}
         else:
             joined.append(message)
     return joined

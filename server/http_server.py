@@ -18,6 +18,7 @@ import re
 import resource
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -304,8 +305,14 @@ class EventStream:
             # In a thread, like `whole` above: the first update may have the log-probabilities of a
             # whole prompt. Later updates have those of a few tokens, which take 0.3 ms each.
             yield await asyncio.to_thread(self.builder.stream_update, *self.first.result())
+            sent_at = time.monotonic()
             async for choice, update in self.updates:
-                yield self.builder.stream_update(choice, update)
+                part = self.builder.stream_update(choice, update)
+                if not part and time.monotonic() - sent_at > PING_S:  # the parser holds text back
+                    part = self.builder.ping
+                if part:
+                    sent_at = time.monotonic()
+                    yield part
             yield self.builder.stream_end()
         except ClientDisconnect:
             raise

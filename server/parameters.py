@@ -171,14 +171,15 @@ def allows(types: Types, kind: str) -> bool:
     return kind in types or (kind == "integer" and "number" in types)
 
 
+def refuse_constant(constant: str):
+    """The argument parse_constant of json.loads: Python takes NaN and Infinity for JSON."""
+    raise ValueError(f"{constant} is not JSON")
+
+
 def json_type(text: str) -> str | None:
     """The name of the type of JSON text; None if the text is not JSON."""
-
-    def refuse(constant: str):
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return None
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}

@@ -10,6 +10,7 @@ import secrets
 
 from cli import print_status
 from sampling import NEUTRAL, SamplingParams
+from server.parameters import refuse_constant
 
 MAX_BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20
@@ -106,12 +107,8 @@ NEUTRAL_VALUES = {
 
 def parse_object(data: bytes) -> dict:
     """The JSON object in a request's body; ApiError if the body is not a JSON object."""
-
-    def refuse(constant: str):
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        body = json.loads(data, parse_constant=refuse)
+        body = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

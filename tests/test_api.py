@@ -743,3 +743,20 @@ def test_metrics_count_each_draft():
     found = dict(re.findall(r'^fastpath_draft_(\w+)_total{draft="medusa"} (\S+)$', text, re.M))
     assert found == {"steps": "2.0", "proposed_tokens": "9.0", "accepted_tokens": "4.0", "seconds": "0.5"}
     assert 'fastpath_draft_steps_total{draft="lookup:?.txt"} 0.0' in text
+
+
+def test_a_text_much_longer_than_the_context_is_not_tokenized_whole(model, monkeypatch):
+    """Its beginning alone is too long. Long tokens may fill a long text, which is tokenized then."""
+    longest = []
+    encode = model.tokenizer.encode
+    monkeypatch.setattr(model.tokenizer, "encode", lambda text, *more: longest.append(len(text)) or encode(text, *more))
+    text = "word " * 50_000
+    for body in ({"prompt": text}, {"prompt": [text]}):
+        with pytest.raises(ApiError, match="the prompt has more than the") as caught:
+            model.parse_completion(body)
+        assert caught.value.code == "context_length_exceeded" and caught.value.status == 400
+    with pytest.raises(ApiError, match="more than the"):
+        model.parse_chat({"messages": [{"role": "user", "content": text}]})
+    assert max(longest) < 20 * CONTEXT
+    monkeypatch.setattr(model.tokenizer, "encode", lambda text, *more: [5] * (len(text) // 100))
+    assert len(model.parse_completion({"prompt": "x" * 100 * (CONTEXT - 1)}).choices[0].request.prompt) == CONTEXT - 1

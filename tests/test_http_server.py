@@ -678,6 +678,25 @@ def test_a_stream_has_pings_before_its_first_update(checkpoints, monkeypatch, pa
     assert stream({"text": "a"}, end)[0] == 429
 
 
+def test_a_stream_has_pings_while_its_text_is_held_back(checkpoints, monkeypatch):
+    """As that of a call is, if it stands in thoughts or has no marks."""
+
+    class Halting(Answer):
+        async def __anext__(self):
+            await asyncio.sleep(0.06)
+            return await super().__anext__()
+
+    monkeypatch.setattr(http_server, "PING_S", 0.1)
+    monkeypatch.setattr("scripted.Answer", Halting)
+    engine = ScriptedEngine()
+    settings = app_settings(checkpoints[None], TEMPLATE, None)
+    client = TestClient(make_app(settings, engine, "127.0.0.1"), "http://localhost")
+    engine.updates = ({"text": "a"}, *({"text": ""} for _ in range(8)), {"text": "b", "finish_reason": "stop"})
+    found = client.post("/v1/chat/completions", json=BODIES["/v1/chat/completions"] | {"stream": True}).text
+    held = found[found.index('"a"') : found.index('"b"')]
+    assert 2 <= held.count(": ping\n\n") <= 5
+
+
 def test_the_head_of_a_stream_comes_while_its_request_waits(small):
     """The only row is busy. The client has the head and a ping long before its first token."""
     busy = longest(small, stream=True)

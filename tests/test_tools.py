@@ -1075,13 +1075,18 @@ AFTER_COMPACTION = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3", "qwen2.5", "llama-3.1", "mistral-nemo", "gemma-2", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5", "qwen3", "qwen2.5", "llama-3.1", "mistral-nemo", "gemma-2", "smollm3", "r1-distill"]
+)
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_system_messages_anywhere(checkpoints, name, with_tools):
     """Each text is in the prompt once, in the order of the messages. A template that takes them is not touched."""
-    model = served_model(checkpoints[None], SOURCES[name])
+    source = SOURCES.get(name) or (TEMPLATES / "deepseek-r1-distill.jinja").read_text(encoding="utf-8")
+    model = served_model(checkpoints[None], source)
     with_tools = with_tools and model.chat.tool_format is not None
     cases = CONVERSATIONS | (AFTER_COMPACTION if with_tools and name == "qwen3.5" else {})
+    if with_tools and name == "mistral-nemo":
+        cases = cases | {"after a result": [SYSTEM[0], USER, CALLING, RESULT, SYSTEM[1]]}
     for case, messages in cases.items():
         body = {"messages": messages} | ({"tools": [FIRST_TOOL]} if with_tools else {})
         prompt = model.tokenizer.decode(engine_prompt(model.parse_chat(body)))
@@ -1138,6 +1143,7 @@ def test_what_no_variant_mends_is_refused_with_the_first_reason(checkpoints):
 
 # ---------------------------------------------------------------- calls within thoughts
 
+BAD_CALL = HERMES_CALL.replace("{", "{'").replace("{'", "{", 1)  # its arguments are not JSON
 NO_CALL = HERMES_CALL.replace('"f"', '"g"')
 IN_THOUGHTS = [
     (f"I call {HERMES_CALL}", [(Reasoning, None, "I call "), BEGIN, END]),
@@ -1149,6 +1155,9 @@ IN_THOUGHTS = [
     (f"{HERMES_CALL} then", [BEGIN, END, (Reasoning, None, " then")]),
     (NO_CALL, [(Reasoning, None, NO_CALL)]),
     (HERMES_CALL[:40], [(Reasoning, None, HERMES_CALL[:40])]),
+    (f'<tool_call>{{"name": it {HERMES_CALL}', [(Reasoning, None, '<tool_call>{"name": it '), BEGIN, END]),
+    (f"{BAD_CALL}{HERMES_CALL}", [(Reasoning, None, BAD_CALL), BEGIN, END]),
+    (f"\n<tool_call>{HERMES_CALL}", [(Reasoning, None, "\n<tool_call>"), BEGIN, END]),
 ]
 
 
@@ -1188,8 +1197,18 @@ NEARLY_JSON = [  # what a model writes, and the arguments
     (r'{"a": "\d+ \_ \\ \" it\'s \u00e9 \n"}', {"a": "\\d+ \\_ \\ \" it's \u00e9 \n"}),
     ('{"a": "x, }", "b": ",]"}', {"a": "x, }", "b": ",]"}),
     ('{"a": "x\\\ny"}', {"a": "x\ny"}),  # a backslash before a line break
+    (r'{"a": "C:\users\u00e9\u12"}', {"a": r"C:\users" + "\u00e9" + r"\u12"}),
 ]
-NO_JSON = ["{'a': 1}", '{"a": tru}', '{"a": 1 "b": 2}', '{"a": "say "hi""}', "{a: 1}", '{"a": }']
+BROKEN_JSON = [
+    '{"a": NaN}',
+    '{"a": [1, -Infinity]}',
+    "{'a': 1}",
+    '{"a": tru}',
+    '{"a": 1 "b": 2}',
+    '{"a": "say "hi""}',
+    "{a: 1}",
+    '{"a": }',
+]
 CALLS_WITH = {  # the template, and a call with these arguments as its models write it
     "qwen2.5": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
     "mistral-args": "[TOOL_CALLS]f[ARGS]ARGUMENTS",
@@ -1213,7 +1232,7 @@ def test_arguments_that_are_nearly_json(checkpoints, name, written, arguments):
 
 
 @pytest.mark.parametrize("name", CALLS_WITH)
-@pytest.mark.parametrize("written", NO_JSON)
+@pytest.mark.parametrize("written", BROKEN_JSON)
 def test_arguments_that_are_no_json(checkpoints, name, written):
     """The answer has content instead of the call, and does not finish with tool_calls."""
     model = served_model(checkpoints[None], SOURCES[name])
@@ -1239,6 +1258,15 @@ def test_a_broken_call_between_others(checkpoints):
     text = "".join(call.replace("ARGUMENTS", one) for one in ('{"a": 1}', "{'a': 2}", '{"a": 3,}'))
     completion = model.parse_chat(REQUEST)
     completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
-    message = ResponseBuilder(model, completion).whole()["choices"][0]["message"]
+    choice = ResponseBuilder(model, completion).whole()["choices"][0]
+    message = choice["message"]
     assert [json.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"a": 1}, {"a": 3}]
-    assert "{'a': 2}" in message["content"]
+    assert "{'a': 2}" in message["content"] and choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 1500 + "]" * 1500 + "}"])
+def test_values_that_are_long_or_deep_are_passed_on(checkpoints, arguments):
+    model = served_model(checkpoints[None], SOURCES["qwen2.5"])
+    choice = answered(model, {}, [CALLS_WITH["qwen2.5"].replace("ARGUMENTS", arguments)])
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert choice["finish_reason"] == "tool_calls"

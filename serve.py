@@ -86,7 +86,8 @@ def parse_arguments(argv=None):
     add("--max_batch_size", type=positive, default=8, help="requests that run at the same time; others wait")
     add("--max_queue", type=natural, help="waiting requests; more get status 429 (default: 4 times --max_batch_size)")
     add("--queue_seconds", type=seconds, default=60.0, help="a request that has waited this long gets status 503")
-    add("--drain_seconds", type=seconds, default=20.0, help="time for requests to finish after SIGTERM")
+    add("--drain_seconds", type=seconds, default=20.0, help="time for requests to finish after Ctrl-C or SIGTERM")
+    add("--quiet", action="store_true", help="print no line when a request ends")
     add("--prefill_chunk", type=positive, help="tokens of a prompt read in one step (128, or 256 in bf16)")
     add_model_options(parser, f"{DEFAULT_CONTEXT}, or the model's context if that is less")
 
@@ -104,8 +105,7 @@ def parse_arguments(argv=None):
 def main(ranks=None):
     """Serve until SIGTERM or Ctrl-C.
 
-    ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 serves; the others follow
-    its steps.
+    ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 serves; the others follow it.
     """
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
@@ -136,6 +136,7 @@ def main(ranks=None):
         api_key=args.api_key,
         strict_model=args.strict_model,
         sampling=default_params(checkpoint, options),
+        quiet=args.quiet,
     )
     with http_process(settings, listener) as connection:
         tokenizer = checkpoint.tokenizer
@@ -156,11 +157,11 @@ def main(ranks=None):
         status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {address}"
         print_status(status + examples(address, checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
-        # From here on, the pipe tells if the HTTP process ends. Its signal could come while the
-        # broken pipe is handled.
+        # Now the pipe tells if the HTTP process ends. Its signal could come while the broken pipe is handled.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.run(shutdown, args.queue_seconds)
     engine.close()
+    print_status("the server has ended")
 
 
 def url(listener: socket.socket) -> str:
@@ -453,15 +454,20 @@ def traceback_text(failure: BaseException | None) -> str | None:
 
 
 class Shutdown:
-    """SIGTERM gives running requests some seconds to finish. A second one ends the process."""
+    """SIGTERM or Ctrl-C gives running requests some seconds to finish. A second one ends the
+    process."""
 
     def __init__(self, drain_seconds: float):
         self.drain_seconds = drain_seconds
-        self.deadline: float | None = None  # set by SIGTERM
+        self.deadline: float | None = None  # set by the first signal
         signal.signal(signal.SIGTERM, self._begin)
+        # With several ranks, Ctrl-C ends all of them at once (ranks.py), because a terminal sends it to all.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._begin)
 
     def _begin(self, *_):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, signal.SIG_DFL)
         self.deadline = time.perf_counter() + self.drain_seconds
 
     def state(self, now: float) -> str:
@@ -488,23 +494,26 @@ class EngineServer:
         """Run until the HTTP process has exited, which it does when the server is shutting down and
         all requests have been answered."""
         try:
-            self._run(shutdown, queue_seconds)
+            while shutdown.deadline is None:
+                self._run_step(shutdown, queue_seconds)
+            print_status(
+                f"shutting down: waiting at most {shutdown.drain_seconds:g} s for {len(self.answers)} requests"
+            )
+            while time.perf_counter() < shutdown.deadline + HTTP_EXIT_TIMEOUT_S:  # or the HTTP process hangs
+                self._run_step(shutdown, queue_seconds)
         except PIPE_CLOSED:
             if shutdown.deadline is None:
                 raise
 
-    def _run(self, shutdown: Shutdown, queue_seconds: float):
-        while True:
-            self._receive()
-            self._add_compiled()
-            start = time.perf_counter()
-            state = shutdown.state(start)
-            self._step(state)
-            if state == "ended" and start > shutdown.deadline + HTTP_EXIT_TIMEOUT_S:
-                return  # the HTTP process hangs
-            for answer in self.answers.values():
-                if state == "ended" or answer.has_timed_out(start, queue_seconds):
-                    self.engine.cancel(answer.request)
+    def _run_step(self, shutdown: Shutdown, queue_seconds: float):
+        self._receive()
+        self._add_compiled()
+        start = time.perf_counter()
+        state = shutdown.state(start)
+        self._step(state)
+        for answer in self.answers.values():
+            if state == "ended" or answer.has_timed_out(start, queue_seconds):
+                self.engine.cancel(answer.request)
 
     def _receive(self):
         """Handle the messages that have come. An idle engine waits for them, but not for long."""

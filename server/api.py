@@ -55,6 +55,7 @@ class Choice:
     counted_tokens: int = 0  # new tokens that the metrics have counted
     updates: list[Update] = field(default_factory=list)
     parser: AnswerParser | None = None  # parses the answer of a chat; None for other requests
+    finished_at: float | None = None  # when its last token came
 
     @property
     def request(self) -> Request:
@@ -118,8 +119,7 @@ class CompletionRequest:
         firsts = self.choices[:: self.n]  # one choice of each prompt
         prompt_tokens = sum(len(choice.request.prompt) for choice in firsts)
         cached_tokens = sum(choice.updates[-1].cached_tokens for choice in firsts if choice.updates)
-        latest = [choice.updates[-1] for choice in self.choices if choice.updates]
-        completion_tokens = sum(update.completion_tokens for update in latest)
+        completion_tokens = sum(choice.updates[-1].completion_tokens for choice in self.choices if choice.updates)
 
         return {
             "prompt_tokens": prompt_tokens,
@@ -127,6 +127,19 @@ class CompletionRequest:
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+
+    def summary(self, arrived_at: float) -> str:
+        """What the log says of the answers: tokens, seconds to the first one, tokens/s after it, finish reasons."""
+        usage = self.usage()
+        first_at = min((one.first_token_at for one in self.choices if one.first_token_at), default=0.0)
+        seconds = max(one.finished_at or time.perf_counter() for one in self.choices) - first_at
+        rate = (usage["completion_tokens"] - 1) / max(seconds, 1e-6)
+        speed = f", first after {first_at - arrived_at:.2f} s, {rate:.1f} tokens/s" if first_at else ""
+        reasons = {(one.updates and one.finish_reason(one.updates[-1])) or "unfinished" for one in self.choices}
+        return (
+            f": {usage['prompt_tokens']} prompt tokens ({usage['prompt_tokens_details']['cached_tokens']} reused), "
+            f"{usage['completion_tokens']} new{speed}, {'/'.join(sorted(reasons))}"
+        )
 
 
 class ServedModel:
@@ -294,6 +307,7 @@ class ServedModel:
         fields = FieldReader(body)
         self.check_model_name(fields)
         conversation = self.chat.read_conversation(fields)
+        self.check_text(conversation.text, "messages")
         ids = self.chat.encode(conversation)
         max_tokens = read_max_tokens(fields, None, 1)
         n = read_n(fields)

@@ -40,7 +40,7 @@ ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)
 
 
 class HttpServer(uvicorn.Server):
-    def __init__(self, app: OutermostApp, max_body_bytes: int = MAX_BODY_BYTES):
+    def __init__(self, app: OutermostApp, max_body_bytes: int = MAX_BODY_BYTES, log=lambda line: None):
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -54,6 +54,7 @@ class HttpServer(uvicorn.Server):
             backlog=16,  # connections that are accepted at once
         )
         config.max_body_bytes = max_body_bytes
+        config.log = log  # gets a line for each request that is refused before it reaches the app
         super().__init__(config)
 
     @contextmanager
@@ -122,8 +123,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self.connections) > most_files - RESERVED_FILES:
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES:
             return transport.abort()
         transport.max_size = READ_BYTES
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler)
@@ -173,11 +173,15 @@ class HttpConnection(H11Protocol):
         error = ApiError(f"invalid HTTP request: {failure}", status, code=code)
         path = request.target.decode("ascii") if request is not None else ""
         body = encode_json(error_body(error, path))
+        request_id = new_request_id()
+        self.config.log(
+            f"{request_id} {request.method.decode() if request else '?'} {path.partition('?')[0] or '?'} {status}"
+        )
 
         headers = [
             (b"Content-Type", b"application/json"),
             (b"Content-Length", b"%d" % len(body)),
-            *self.config.app.headers(new_request_id()),
+            *self.config.app.headers(request_id),
         ]
         if status != 413:
             headers.append((b"Connection", b"close"))

@@ -1,12 +1,13 @@
-"""Errors: the response to each exception, and what the log says of it.
+"""Errors: the response to each exception, and what the log says of it and of each request.
 
-Read down: an error as its client expects it; OutermostApp, which gives each request an id and
-catches what nothing else has caught; internal errors; the handler of all exceptions in endpoints.
-Knows nothing of what the paths do.
+Read down: the paths of other APIs; an error as its client expects it; OutermostApp, which gives
+each request an id, logs its end and catches what nothing else has caught; internal errors; the
+handler of all exceptions in endpoints. Knows nothing of what the paths do.
 """
 
 import asyncio
 import secrets
+import time
 import traceback
 from pathlib import Path
 
@@ -15,11 +16,29 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cli import first_line, print_status
+from cli import first_line, print_status, printable
 from server.engine_client import EngineFailure, RequestAborted
 from server.request_fields import ApiError, encode_json
 
 ANTHROPIC_PATH = "/v1/messages"
+# What other servers offer at paths that begin so, after /v1 if they have it.
+NOT_OFFERED = {
+    # OpenAI
+    "embeddings": "embeddings", "audio": "speech and transcription", "images": "images",
+    "videos": "videos", "moderations": "moderations", "realtime": "realtime sessions",
+    "files": "files", "uploads": "files", "vector_stores": "vector stores", "batches": "batches",
+    "fine_tuning": "fine-tuning", "evals": "evals", "conversations": "conversations",
+    "assistants": "assistants", "threads": "assistants",
+    # Anthropic, Google, and Ollama (also LM Studio and KoboldCpp)
+    "complete": "Anthropic's text completions", "v1beta": "Gemini's API", "api": "Ollama's API",
+    # vLLM, SGLang and TGI
+    "rerank": "reranking", "score": "scores of texts", "pooling": "embeddings",
+    "classify": "classification", "embed": "embeddings", "generate": "SGLang's and TGI's own API",
+    "generate_stream": "TGI's own API",
+    # llama.cpp
+    "completion": "llama.cpp's own API", "embedding": "embeddings", "reranking": "reranking",
+    "infill": "infilling", "props": "llama.cpp's own API", "slots": "llama.cpp's own API",
+}  # fmt: skip
 
 
 def has_anthropic() -> bool:
@@ -42,10 +61,12 @@ def error_response(error: ApiError, path: str, headers: dict | None = None) -> R
 class OutermostApp:
     """The ASGI application that contains all others. It adds headers to every response: those that
     it is made with, and the request's id, by the names that OpenAI's and Anthropic's clients know.
+    When a request has ended, it calls log(line). The line has no query, which may hold secrets.
     """
 
-    def __init__(self, app, headers: dict[str, str]):
+    def __init__(self, app, headers: dict[str, str], log):
         self.app = app
+        self.log = log
         self.common = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
@@ -54,14 +75,15 @@ class OutermostApp:
 
     async def __call__(self, scope, receive, send):
         scope["request_id"] = new_request_id()
-        has_started = False
+        arrived_at = time.perf_counter()
+        # Some clients have a base URL without /v1.
+        if scope["path"].startswith(("/chat/", "/completions", "/models", "/responses", "/messages")):
+            scope["path"] = f"/v1{scope['path']}"
 
         async def send_with_headers(message):
-            nonlocal has_started
             if message["type"] == "http.response.start":
-                has_started = True
-                headers = [*message["headers"], *self.headers(scope["request_id"])]
-                message = message | {"headers": headers}
+                scope["status"] = message["status"]
+                message = message | {"headers": [*message["headers"], *self.headers(scope["request_id"])]}
             await send(message)
 
         try:
@@ -70,8 +92,19 @@ class OutermostApp:
             raise
         except BaseException as failure:  # a panic of a library in Rust is not an Exception
             error = internal_error(scope, failure)
-            if not has_started:  # Starlette raises again what handle_error has responded to
+            if "status" not in scope:  # Starlette raises again what handle_error has responded to
                 await error_response(error, scope["path"])(scope, receive, send_with_headers)
+        finally:
+            numbers = scope.pop("summary", lambda _: "")(arrived_at)  # the connection may keep the scope for long
+            status = "cancelled" if scope.get("status", 499) == 499 else scope["status"]
+            # Programs watch these paths, and the page sends some GET requests by itself.
+            is_poll = (
+                scope["path"] in ("/health", "/metrics") or (b"sec-fetch-site", b"same-origin") in scope["headers"]
+            )
+            if numbers or not is_poll or status != 200:
+                self.log(
+                    f"{scope['request_id']} {scope['method']} {printable(scope['raw_path'].decode())} {status}{numbers}"
+                )
 
 
 def new_request_id() -> str:
@@ -86,10 +119,7 @@ def internal_error(scope, failure: BaseException) -> ApiError:
 
     if scope.get("failure") is not failure:
         scope["failure"] = failure
-        if is_engine_failure:
-            details = failure.details or ""
-        else:
-            details = "".join(traceback.format_exception(failure))
+        details = (failure.details or "") if is_engine_failure else "".join(traceback.format_exception(failure))
         print_status(f"a request failed: {first_line(failure)} ({request_id})\n{details}".rstrip())
 
     what = "generation failed for this request" if is_engine_failure else "internal server error"
@@ -99,14 +129,18 @@ def internal_error(scope, failure: BaseException) -> ApiError:
 async def handle_error(request: HttpRequest, error: Exception) -> Response:
     """The response to any exception. Internal errors are logged; clients do not see the message."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # the client has gone, so this is not sent
+        return Response(status_code=499)  # the client has gone, so this is not sent, but logged as cancelled
 
     is_counted = isinstance(error, RequestAborted | EngineFailure)
     headers = None
     if isinstance(error, HTTPException):  # an unknown path, or a method that it does not have
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = error.headers
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        if error.status_code == 404:
+            first_part = request.url.path.removeprefix("/v1/").strip("/").partition("/")[0]
+            offered = ", ".join(route.path for route in request.app.routes if "POST" in route.methods)
+            message += f"; {NOT_OFFERED.get(first_part, 'this path')} is not offered; {offered} and /v1/models are"
         error = ApiError(message, error.status_code, None, code)
     elif not isinstance(error, ApiError):
         error = internal_error(request.scope, error)

@@ -34,7 +34,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cli import VERSION, open_closed_streams
+from cli import VERSION, open_closed_streams, print_status
 from server.access import CORS_HEADERS, ApiKey, SameSite, is_loopback
 from server.api import ServedModel
 from server.connections import BodyLimits, HttpServer, body_of
@@ -71,7 +71,7 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
     # requests would wait.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARSER_THREADS))
     app = make_app(settings, engine, listener.getsockname()[0])
-    server = HttpServer(app, BodyLimits(settings.context_length).max_bytes)
+    server = HttpServer(app, BodyLimits(settings.context_length).max_bytes, app.log)
 
     def stop():
         server.should_exit = True
@@ -133,7 +133,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     app.router.redirect_slashes = False
     app.state.metrics = engine.metrics
     app.state.bodies = BodyLimits(settings.context_length)
-    return OutermostApp(app, headers)
+    return OutermostApp(app, headers, (lambda line: None) if settings.quiet else print_status)
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: Callable = ResponseBuilder):
@@ -149,6 +149,7 @@ def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callabl
             with engine.reserve():
                 # In a thread, because tokenizing may take long.
                 completion = await asyncio.to_thread(lambda: parse(parse_object(body)))
+        request.scope["summary"] = completion.summary
         updates = engine.generate(completion, request.receive)
         try:
             return await respond(updates, builder(model, completion))
@@ -292,7 +293,7 @@ class EventStream:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except (ClientDisconnect, asyncio.CancelledError):  # uvicorn cancels this if it shuts down
-            pass
+            scope["status"] = "cancelled"
         finally:
             self.first.cancel()
             self.updates.close()

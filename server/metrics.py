@@ -81,6 +81,7 @@ class Metrics:
             self.cached_tokens.inc(update.cached_tokens)
 
         if update.finish_reason is not None:
+            choice.finished_at = now
             self.requests.labels(update.finish_reason).inc()
             if update.completion_tokens > 1:
                 since_first = now - choice.first_token_at

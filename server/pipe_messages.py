@@ -28,6 +28,7 @@ class Settings:
     api_key: str | None
     strict_model: bool = False  # whether requests that name another model are refused
     sampling: SamplingParams = NEUTRAL  # the settings of requests that name none
+    quiet: bool = True  # whether no line is printed when a request ends
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Update:
 class EngineStatus:
     """The engine's message after each step, and four times a second while it is idle."""
 
-    state: str  # "ready"; "draining" after SIGTERM: no new requests; "ended" after the drain time
+    state: str  # "ready"; "draining" after a signal: no new requests; "ended" after the drain time
     updates: list[Update]
     # The seconds that the step took, 0 if it had no requests. In the first message: of the warm-up.
     step_s: float

@@ -128,8 +128,9 @@ def running(log: Path, *arguments, **options):
 
 
 def log_lines(text: str) -> list[str]:
-    """The lines that a server has printed, without the examples at its start."""
-    return printed_lines(re.sub(r"\n\nA page to use it .*?\n\n", "\n", text, flags=re.S))
+    """The lines that a server has printed, without the examples at its start and the lines of requests."""
+    lines = printed_lines(re.sub(r"\n\nA page to use it .*?\n\n", "\n", text, flags=re.S))
+    return [line for line in lines if not re.match("req_[0-9a-f]{16} ", line)]
 
 
 class Oracle:

@@ -1,6 +1,7 @@
 """The server under load, at its end, with faults, and what it lets in: real processes and sockets."""
 
 import asyncio
+import http.client
 import json
 import math
 import os
@@ -39,10 +40,11 @@ import serve
 from server import http_server
 from server.access import ApiKey, is_loopback
 from server.anthropic import MessageBuilder
-from server.api import ServedModel
+from server.api import Choice, CompletionRequest, ServedModel
 from server.connections import BodyLimits, body_of
 from server.engine_client import EngineClient
 from server.http_server import make_app
+from server.metrics import Metrics
 from server.openai_responses import ItemBuilder
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import ApiError
@@ -167,7 +169,7 @@ def impatient(checkpoints, tmp_path_factory):
     arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--queue_seconds", 0.2]
     with running(log, *arguments, launcher=launcher) as server:
         yield server
-    assert len(log_lines(log.read_text())) == 1
+    assert len(log_lines(log.read_text())) == 3  # at the start and at the end
 
 
 def test_only_the_first_of_several_prompts_can_wait_for_too_long(impatient):
@@ -212,7 +214,45 @@ def test_running_requests_end_before_the_server(checkpoints, tmp_path, oracle):
                 assert answer["choices"][0]["text"].startswith(oracle.text([5, 6, 7 + i], 9)[:5])
         assert server.process.wait(PATIENCE_S) == 0
         wait_for(lambda: ended(http_side), "the HTTP process to end")
-    assert len(log_lines((tmp_path / "log").read_text())) == 1
+    start, *end = log_lines((tmp_path / "log").read_text())
+    assert start.startswith("serving ") and end == ["shutting down: waiting at most 20 s for 3 requests", ENDED]
+
+
+ENDED = "the server has ended"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_ctrl_c_lets_running_requests_end(checkpoints, tmp_path, quiet):
+    """Once. The lines of the requests come before the last line, or not at all."""
+    arguments = ["--checkpoint_path", checkpoints[None], *LIMITS, "--drain_seconds", 30.5, *["--quiet"] * quiet]
+    with running(tmp_path / "log", *arguments) as server, ThreadPoolExecutor() as pool:
+        assert server.request("GET", "/nowhere")[0] == 404
+        pending = pool.submit(ask, server, [5, 6, 7], 700, ignore_eos=True)
+        wait_for(lambda: server.metric("rows_active") == 1, "a request to run")
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "shutting down" in server.log.read_text(), "the line")
+        assert ask(server, [9], 5)[0] == 503
+        status, _, answer = pending.result()
+        assert status == 200 and answer["usage"]["completion_tokens"] == 700
+        assert server.process.wait(PATIENCE_S) == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[-1] == ENDED and "shutting down: waiting at most 30.5 s for 1 requests" in lines
+    found = [line.split()[3].rstrip(":") for line in lines if line.startswith("req_")]
+    assert found == ([] if quiet else ["404", "503", "200"])
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once(checkpoints, tmp_path):
+    with running(tmp_path / "log", "--checkpoint_path", checkpoints[None], *LIMITS) as server:
+        http_side = server.processes()[1]
+        client = longest(server, stream=True)
+        assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: server.health() == (503, "draining"), "the server to drain")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == -signal.SIGINT
+        wait_for(lambda: ended(http_side), "the HTTP process to end")
+        client.socket.close()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_an_end_that_waits_no_longer(checkpoints, tmp_path):
@@ -250,6 +290,172 @@ def test_an_end_beside_a_client_that_does_not_read(checkpoints, tmp_path):
         assert 2 < time.monotonic() - start < 20, "it waits for those who read, and no longer than it should"
         client.socket.close()
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+# ---------------------------------------------------------------- a line for each request
+
+ANSWERED = r": (\d+) prompt tokens \((\d+) reused\), (\d+) new, first after (\d+\.\d\d) s, (\d+\.\d) tokens/s, (\w+)"
+
+
+def line_of(server, name: str) -> str:
+    """What the log says of a request after its id."""
+    line = rf"^{name} (.*)\n"
+    return wait_for(lambda: re.search(line, server.log.read_text(), re.M), "the line of a request")[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_has_the_numbers_of_the_answer(small, stream):
+    wait_for(lambda: small.health() == (200, "ready"), "the server to be ready")
+    prompt = prompt_ids(40, 77 + stream)
+    body = {"prompt": prompt, "max_tokens": 200, "n": 2, "stream": stream, "ignore_eos": True}
+    for reused in (0, 32):
+        with closing(http.client.HTTPConnection("127.0.0.1", small.port, timeout=PATIENCE_S)) as client:
+            start = time.monotonic()
+            client.request("POST", "/v1/completions", json.dumps(body))
+            answer = client.getresponse()
+            answer.read()
+            seconds = time.monotonic() - start
+        found = re.fullmatch(rf"POST /v1/completions 200{ANSWERED}", line_of(small, answer.headers["x-request-id"]))
+        assert found[1] == "40" and int(found[2]) >= reused and found[3] == "400" and found[6] == "length"
+        # The 399 tokens after the first take the rest of the time.
+        assert abs(float(found[4]) + 399 / float(found[5]) - seconds) < 0.1 * seconds + 0.1
+
+
+def test_the_times_in_a_line_are_those_of_the_engine(monkeypatch):
+    """Not those of a client that reads slowly. Two answers to one prompt make 7 tokens, 6 of them in 4 s."""
+    request = SimpleNamespace(request_id=0, request=SimpleNamespace(prompt=[5] * 9))
+    completion = CompletionRequest("a", [Choice(0, request), Choice(1, request)], n=2)
+    clock = SimpleNamespace()
+    monkeypatch.setattr("server.metrics.time", clock)
+    metrics = Metrics()
+    for index, seconds, tokens, reason in (
+        (0, 11.5, 1, None),
+        (1, 12, 1, None),
+        (0, 13, 3, "stop"),
+        (1, 15.5, 4, "length"),
+    ):
+        clock.perf_counter = lambda seconds=seconds: seconds
+        choice, update = completion.choices[index], Update(0, "", tokens, 8, finish_reason=reason)
+        metrics.record_update(choice, update)
+        choice.updates.append(update)
+    numbers = ": 9 prompt tokens (8 reused), 7 new, first after 1.50 s, 1.5 tokens/s, length/stop"
+    assert completion.summary(arrived_at=10) == numbers
+
+
+def test_a_line_for_each_request_that_fails(small):
+    text = "do not tell"
+    for method, path, body, shown in (
+        ("POST", "/v1/chat/completions?key=secret", {"messages": [{"role": text}]}, "/v1/chat/completions 400"),
+        ("POST", "/v1/completions", {"prompt": text, "temperature": text}, "/v1/completions 400"),
+        ("GET", "/v1/completions", None, "/v1/completions 405"),
+        ("GET", "/a%0Ab%1B[31m%20200%FF", None, "/a%0Ab%1B[31m%20200%FF 404"),
+        ("GET", "/v1/models/another?api_key=secret", None, "/v1/models/another 404"),
+        ("POST", "/tokenize", b" " * (1 << 21), "/tokenize 413"),
+    ):
+        before = small.log.read_text()
+        assert str(small.request(method, path, body)[0]) == shown[-3:]
+        line = wait_for(lambda: small.log.read_text()[len(before) :], "a line")  # noqa: B023
+        assert re.fullmatch(rf"req_\w{{16}} {method} {re.escape(shown)}\n", line)
+    with closing(socket.create_connection(("127.0.0.1", small.port), timeout=PATIENCE_S)) as client:
+        client.sendall(b"\0\r\n\r\n")
+        name = re.search(rb"x-request-id: (\w+)", client.recv(4096))[1].decode()
+    assert line_of(small, name) == "? ? 400"
+    assert text not in small.log.read_text() and "secret" not in small.log.read_text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_for_a_client_that_leaves(small, stream):
+    before = small.log.read_text()
+    client = longest(small, stream=stream, prompt=[7, 8, 9])
+    wait_for(lambda: small.metric("rows_active") == 1, "a request to run")
+    if stream:
+        assert client.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    client.leave(reset=False)
+    wait_for(small.idle, "the row to be free")
+    line = wait_for(lambda: small.log.read_text()[len(before) :], "the line")
+    numbers = r": 3 prompt tokens \(\d reused\), \d+ new(, first after .* s, .* tokens/s)?, unfinished"
+    assert re.fullmatch(rf"req_\w{{16}} POST /v1/completions cancelled{numbers}\n", line)
+
+
+def test_no_line_for_programs_that_watch_the_server_and_for_the_page(checkpoints, capsys):
+    """Unless they fail. The page's chats have lines."""
+    app = InProcess(checkpoints[None], quiet=False)
+    app.updates = [Update(0, "Be", 1, 4), Update(0, "cause.", 2, 4, finish_reason="stop")]
+    by_page = {"Sec-Fetch-Site": "same-origin"}
+    for path, headers in (("/health", {}), ("/metrics", {}), ("/v1/models", by_page), ("/tokenizer_info", by_page)):
+        assert app.client.get(path, headers=headers).status_code == 200
+    assert capsys.readouterr().err == ""
+
+    names = [app.client.get("/v1/models").headers["x-request-id"]]
+    app.client.headers.update(by_page)
+    for stream in (False, True):
+        names.append(app.chat(CHATS[0], stream).headers["x-request-id"])
+    app.engine.state = "broken"
+    names += [app.client.get("/health").headers["x-request-id"]]
+    app.engine.state, app.engine.parsing = "ready", 2
+    names.append(app.chat(CHATS[0]).headers["x-request-id"])
+    models, *chats, health, refused = capsys.readouterr().err.splitlines()
+    assert (models, health) == (f"{names[0]} GET /v1/models 200", f"{names[3]} GET /health 503")
+    assert refused == f"{names[4]} POST /v1/chat/completions 429"
+    for name, line in zip(names[1:3], chats, strict=True):
+        found = re.fullmatch(rf"{name} POST /v1/chat/completions 200{ANSWERED}", line)
+        assert found[2] == "4" and found[3] == "2" and found[6] == "stop"
+
+
+def test_a_line_for_a_request_that_fails_in_the_engine(checkpoints, capsys):
+    """After the traceback. A stream has begun with the status 200 then."""
+    app = InProcess(checkpoints[None], quiet=False)
+    for stream, texts, status in ((False, [], 500), (True, ["Be", "cause"], 200)):
+        app.updates = [*(Update(0, text, n) for n, text in enumerate(texts, 1)), FAILED]
+        name = app.chat(CHATS[0], stream).headers["x-request-id"]
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert re.fullmatch(rf"{name} POST /v1/chat/completions {status}: .*, {len(texts)} new.*, unfinished", line)
+
+
+# ---------------------------------------------------------------- paths of other base URLs and of other APIs
+
+
+def test_a_base_url_without_v1(small, oracle):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{small.port}", api_key="x", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == [client.models.retrieve("tiny").id] == ["tiny"]
+        answer = client.completions.create(model="tiny", prompt=[5, 6], max_tokens=9, temperature=0)
+        assert answer.choices[0].text == oracle.text([5, 6], 9)
+        messages = [{"role": "user", "content": "Why?"}]
+        chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0)
+        said = client.responses.create(model="tiny", input="Why?", max_output_tokens=5, temperature=0)
+        assert said.output_text == chat.choices[0].message.content
+        assert client.responses.retrieve(said.id).output_text == said.output_text
+    body = {"messages": messages, "max_tokens": 5, "temperature": 0}
+    assert small.post("/messages", body)["content"] == small.post("/v1/messages", body)["content"]
+
+
+def test_paths_of_other_apis(checkpoints):
+    """The answer says what is not offered, and what is."""
+    client = InProcess(checkpoints[None]).client
+    for path, what in (
+        ("/api/chat", "Ollama's API"),
+        ("/api/generate", "Ollama's API"),
+        ("/api/tags", "Ollama's API"),
+        ("/v1/embeddings", "embeddings"),
+        ("/embeddings", "embeddings"),
+        ("/v1/audio/speech", "speech and transcription"),
+        ("/v1/images/generations", "images"),
+        ("/v1/moderations", "moderations"),
+        ("/v1/rerank", "reranking"),
+        ("/completion", "llama.cpp's own API"),
+        ("/v1beta/models/a:generateContent", "Gemini's API"),
+        ("/v1/nothing", "this path"),
+        ("/v1", "this path"),
+        ("/" + "x" * 9000, "this path"),
+    ):
+        for method in ("GET", "POST"):
+            response = client.request(method, path)
+            error = response.json()["error"]
+            assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
+            offered = "/v1/completions, /v1/chat/completions, /tokenize, /detokenize, /v1/messages, "
+            offered += "/v1/messages/count_tokens, /v1/responses and /v1/models are"
+            told = f"{method} {path[:100]}: Not Found; {what} is not offered; {offered}"
+            assert error["message"] == told
 
 
 # ---------------------------------------------------------------- faults
@@ -358,8 +564,8 @@ class Panic(BaseException):
 class InProcess:
     """The app in this process. Its engine sends `updates` for each request."""
 
-    def __init__(self, directory, key=None):
-        settings = app_settings(directory, TEMPLATE, key)
+    def __init__(self, directory, key=None, quiet=True):
+        settings = replace(app_settings(directory, TEMPLATE, key), quiet=quiet)
         self.updates: list[Update] = []
         self.engine = EngineClient(SimpleNamespace(send=self.send), 1, 1)
         self.engine.state, self.engine.last_heard = "ready", math.inf

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -64,7 +65,7 @@ class OutermostApp:
     When a request has ended, it calls log(line). The line has no query, which may hold secrets.
     """
 
-    def __init__(self, app, headers: dict[str, str], log):
+    def __init__(self, app, headers: dict[str, str], log: Callable[[str], None] = lambda line: None):
         self.app = app
         self.log = log
         self.common = [(name.lower().encode(), value.encode()) for name, value in headers.items()]

@@ -496,9 +496,7 @@ class EngineServer:
         try:
             while shutdown.deadline is None:
                 self._run_step(shutdown, queue_seconds)
-            print_status(
-                f"shutting down: waiting at most {shutdown.drain_seconds:g} s for {len(self.answers)} requests"
-            )
+            print_status(f"shutting down: waiting at most {shutdown.drain_seconds:g} s for requests to finish")
             while time.perf_counter() < shutdown.deadline + HTTP_EXIT_TIMEOUT_S:  # or the HTTP process hangs
                 self._run_step(shutdown, queue_seconds)
         except PIPE_CLOSED:

@@ -316,14 +316,16 @@ class Progress:
     """How much of some work is done: shown on stderr, on a terminal as a bar (tqdm), else as a line.
 
     unit: what is counted, as it is written after a number: "B" for bytes, " tokens", " steps".
-    initial: how much an earlier process has done.
+    initial: how much an earlier process has done. line_s: seconds between two lines that also give
+    the time left; None: the lines do not give it.
     """
 
-    def __init__(self, total: int, description: str, unit: str, initial: int = 0):
+    def __init__(self, total: int, description: str, unit: str, initial: int = 0, line_s: float | None = None):
         self.total = total
         self.description = description
         self.unit = unit
         self.initial = initial
+        self.line_s = line_s
         self.n = initial  # how much is done
         self.start = time.time()
         self.bar = None  # the tqdm bar, once it is shown
@@ -335,14 +337,21 @@ class Progress:
     def refresh(self):
         """Show how much is done."""
         if not sys.stderr.isatty():
-            return print_status(f"{self.description}: {self.amount()}")
+            return print_status(f"{self.description}: {self.amount()}{self.time_left()}")
         if self.bar is None:
             from tqdm import tqdm
 
-            options = {"unit_scale": True, "leave": False, "dynamic_ncols": True, "initial": self.initial}
-            self.bar = tqdm(total=self.total, desc=self.description, unit=self.unit, **options)
+            self.bar = tqdm(
+                total=self.total,
+                desc=self.description,
+                unit=self.unit,
+                unit_scale=True,
+                leave=False,
+                dynamic_ncols=True,
+            )
             self.bar.start_t = self.start
         self.bar.n = self.n
+        self.bar.initial = self.initial
         self.bar.refresh()
 
     def write(self, text: str):
@@ -358,6 +367,12 @@ class Progress:
             return f"{self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
         return f"{self.n:,} of {self.total:,}{self.unit}"
 
+    def time_left(self) -> str:
+        """A text like ", about 12 s left", computed from the rate so far; empty if nothing is done."""
+        if self.line_s is None or self.n <= self.initial:
+            return ""
+        return f", about {(time.time() - self.start) * (self.total - self.n) / (self.n - self.initial):,.0f} s left"
+
 
 def size_text(nbytes: int) -> str:
     """A number of bytes for people: "1.1 GB", "98 MB"."""
@@ -367,26 +382,28 @@ def size_text(nbytes: int) -> str:
 
 
 @contextmanager
-def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, initial: int = 0):
+def progress_bar(
+    total: int, description: str, unit: str, delay: float = 0.0, initial: int = 0, line_s: float | None = None
+):
     """A context manager that yields a Progress and shows it from a thread.
 
-    So the bar also moves during a single long step. On a terminal it appears after `delay` seconds
-    and is refreshed twice a second; elsewhere, a line is printed every LINE_S seconds.
+    So the bar also moves during a single long step. On a terminal it appears after `delay` seconds,
+    or half a second if that is more, and is refreshed twice a second. Elsewhere, a line is printed
+    every line_s seconds and gives the time left, or if line_s is None, a line without it is printed
+    every LINE_S seconds.
     """
-    progress = Progress(total, description, unit, initial)
-    first_s = LINE_S
-    later_s = LINE_S
+    progress = Progress(total, description, unit, initial, line_s)
+    pause_s = line_s or LINE_S
     if sys.stderr.isatty():
-        first_s = delay
-        later_s = REFRESH_S
+        pause_s = REFRESH_S
     done = threading.Event()
 
     def show():
-        seconds = first_s
+        seconds = max(delay, pause_s)
         while not done.wait(seconds):
             with suppress(Exception):  # as in print_status; tqdm also reads settings of the environment
                 progress.refresh()
-            seconds = later_s
+            seconds = pause_s
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

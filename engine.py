@@ -32,6 +32,7 @@ from sampling import Sampling, SamplingParams, sample, top_logprobs
 CHUNK_TOKENS = 128  # tokens of a prompt that are read between two decode steps
 # Tokens of a prefill pass while no row is decoding: enough to be compute-bound, in bounded memory
 PREFILL_TOKENS = 2048
+CPU_PREFILL_TOKENS = 256  # the same on CPUs, where more are not faster, but a line about progress would not move
 MAX_WAIT = 8  # a prompt that has waited for this many chunks of other prompts is read next
 MIN_SHARED_TOKENS = 64  # a shorter prefix is read again rather than with a pass of its own
 SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many at once: (n,V) stays small
@@ -68,6 +69,13 @@ class Request:
     prompt_token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     # time.perf_counter() when it was "added", "started", had its "first_token" and was "finished"
     times: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if isinstance(self.prompt, (str, Tensor)) or any(isinstance(token, str) for token in self.prompt):
+            raise TypeError(
+                f"the prompt {str(self.prompt)[:40]!r} is a {type(self.prompt).__name__}, "
+                "expected a list of token ids; tokenizer.encode(text) or tensor.tolist() returns one"
+            )
 
 
 def check_prompt(prompt: list[int], config: Config, length: int):
@@ -331,7 +339,8 @@ class Engine:
         check_prompt(request.prompt, self.model.config, self.length)
         if outside := [token for token, _ in request.params.logit_bias if not 0 <= token < V]:
             raise UserError(f"logit_bias: token id {outside[0]} is outside the vocabulary")
-        assert not request.times, "a request is run once"
+        if request.times:
+            raise ValueError("this request was added to an engine before, and runs once; make a new Request")
 
         request.prompt = list(request.prompt)  # a copy: the caller may change its own list
         request.times["added"] = time.perf_counter()
@@ -481,6 +490,8 @@ class Engine:
             return {}
         if not (decoding or self.options.always_chunk):
             most = max(1, PREFILL_TOKENS // len(reading))
+            if self.model.device.type == "cpu":
+                most = min(most, max(64, CPU_PREFILL_TOKENS // len(reading)))
             return {row.index: self._pass_tokens(row, most) for row in reading}
 
         # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.
@@ -692,9 +703,10 @@ def read_with_progress(engine: Engine, requests: list[Request]):
     """Do the engine's steps until it has read the prompts of these requests. If that takes long,
     show how much has been read."""
     total = sum(len(request.prompt) for request in requests)
-    with progress_bar(total, "reading the prompt", " tokens", delay=2) as bar:
+    with progress_bar(total, "reading the prompt", " tokens", delay=2, line_s=2) as bar:
         while not all(request.new_tokens or request.finish_reason for request in requests):
             engine.step()
+            bar.initial = sum(request.cached_tokens for request in requests)
             reading = [row for row in engine.rows if row.request and not row.is_decoding]
             unread = sum(len(row.unread) for row in reading)
             bar.n = total - unread - sum(len(request.prompt) for request in engine.waiting)

@@ -7,7 +7,9 @@ are used.
 
 import argparse
 import os
+import re
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -85,6 +87,7 @@ class ModelOptions:
     # Not a command-line option. True: prompt lookup and the model's layer that drafts tokens, if it has
     # one, are the drafts where they cannot change a token.
     drafts_by_default: bool = False
+    from_command_line: bool = field(default=False, compare=False)  # errors name options; otherwise fields
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace, converses: bool = False) -> "ModelOptions":
@@ -94,9 +97,23 @@ class ModelOptions:
         given = {name: getattr(args, name) for name in names}
         asks = given.get("draft") or given.get("draft_checkpoint_path") is not None
         by_default = converses and not asks and not given.get("compile")
-        return cls(drafts_by_default=by_default, **given)
+        return cls(drafts_by_default=by_default, from_command_line=True, **given)
 
     def __post_init__(self):
+        with self.naming():
+            self._check()
+
+    @contextmanager
+    def naming(self):
+        """A context in which errors name the fields, without dashes, unless a command line gave them."""
+        try:
+            yield
+        except UserError as error:
+            if self.from_command_line:
+                raise
+            raise UserError(re.sub("--(?=[a-z])", "", str(error))) from None
+
+    def _check(self):
         self.dtype = DTYPES.get(self.dtype, self.dtype)
         if self.dtype not in DTYPES.values():
             raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
@@ -285,7 +302,11 @@ def load_engine(
     checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions | None = None
 ) -> Engine:
     """Load a model, and its drafts, into an engine with `rows` cache rows of `length` positions."""
-    how = how or EngineOptions()
+    with options.naming():
+        return make_engine(checkpoint, options, rows, length, how or EngineOptions())
+
+
+def make_engine(checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions) -> Engine:
     if options.snapshot_mb is not None:
         how = replace(how, snapshot_bytes=options.snapshot_mb * 10**6)
     ranks = how.ranks

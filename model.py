@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         return 0
 
     def forward(
-        self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, all_logits: bool = False
+        self, tokens: Tensor, input_pos: Tensor | None = None, rows: Tensor | None = None, all_logits: bool = False
     ) -> Tensor:
         """tokens (B,S) int64; input_pos (B,S) int64, the position of each token in its cache row;
         rows (B,) int64, the cache row of each batch row, or None (rows 0..B-1).
@@ -245,8 +245,14 @@ class Transformer(nn.Module):
         may name the same cache row: every layer writes all new keys and values before it reads any.
 
         Returns the logits of each batch row's last real token, (B,V), or with all_logits those of
-        every token, (B,S,V). Those of padding are undefined.
+        every token, (B,S,V). Those of padding are undefined. RuntimeError before setup_caches,
+        or without input_pos.
         """
+        if input_pos is None or not self.cache_size[0]:
+            raise RuntimeError(
+                "the model has no caches yet, or the call no positions; "
+                "call model.setup_caches(rows, length) once, and then model(tokens, input_pos)"
+            )
         x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
         if not all_logits:  # a long prompt then never needs an (S,V) tensor
             last = input_pos.argmax(1)  # padding is -1

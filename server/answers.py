@@ -253,7 +253,8 @@ class AnswerParser:
                 self._emit(Reasoning, event.text)
             else:
                 self.events.append(event)
-        self.calls = self.whole_calls = self.inner.whole_calls
+        self.calls = self.inner.calls
+        self.whole_calls = self.inner.whole_calls
         return False
 
     def _end_thoughts(self) -> bool:

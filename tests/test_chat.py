@@ -743,6 +743,25 @@ def test_progress_is_shown_while_one_step_takes_long(monkeypatch, is_terminal, t
     assert sys.stderr.getvalue() == ""
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_time_left_follows_from_the_rate(monkeypatch, is_terminal):
+    """What an earlier process, or the prefix cache, has done does not count. Lines come every line_s seconds."""
+    monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
+    monkeypatch.setattr(cli, "REFRESH_S", 0.02)
+    with progress_bar(12_000, "reading", " tokens", delay=0.02, line_s=0.02) as progress:
+        wait_until(lambda: "0" in sys.stderr.getvalue())
+        progress.start = time.time() - 10
+        if progress.bar is not None:
+            progress.bar.start_t = progress.start
+        progress.initial = 2000
+        progress.n = 4000
+        amount = "4.00k/12.0k" if is_terminal else "4,000 of 12,000"
+        wait_until(lambda: amount in sys.stderr.getvalue())
+    shown = sys.stderr.getvalue().partition(amount)[2]
+    assert re.match(r" \[00:1\d<00:[45]\d" if is_terminal else r" tokens, about [45]\d s left\n", shown), shown
+    assert is_terminal or sys.stderr.getvalue().startswith("reading: 0 of 12,000 tokens\n")
+
+
 def wait_until(condition):
     end = time.monotonic() + 60
     while not condition():

@@ -661,3 +661,20 @@ def test_with_always_chunk_every_step_reads_one_chunk(models):
         engine.step()
         assert engine.timing.prefill_tokens - before <= 8
     assert [request.new_tokens for request in (long, short)] == [tokens_of(model, one) for one in (long, short)]
+
+
+@pytest.mark.parametrize("prompt", ["hello", "", ["he", "llo"], torch.tensor([5, 6])], ids=str)
+def test_a_prompt_that_is_no_list_of_ids_says_what_to_do(prompt):
+    with pytest.raises(TypeError, match=r"expected a list of token ids; tokenizer.encode\(text\)") as caught:
+        Request(prompt)
+    assert "\n" not in str(caught.value) and f"is a {type(prompt).__name__}," in str(caught.value)
+
+
+def test_a_request_runs_once(tiny_model):
+    engine = Engine(tiny_model("llama-mha"), 1, 32)
+    request = Request([5, 6], SamplingParams(temperature=0.0), 3)
+    generate(engine, [request])
+    before = list(request.new_tokens)
+    with pytest.raises(ValueError, match="added to an engine before, and runs once; make a new Request"):
+        engine.add(request)
+    assert not engine.has_requests and request.new_tokens == before

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,20 +36,23 @@ def test_options_take_the_values_of_the_command_line():
 @pytest.mark.parametrize(
     "fields, why",
     [
-        ({"dtype": "float64"}, "--dtype 'float64' is not one of bfloat16, float16, float32"),
-        ({"dtype": torch.float64}, "--dtype torch.float64 is not one of"),
-        ({"kernels": "avx512"}, "--kernels 'avx512' is not one of auto, avx2, torch"),
-        ({"threads": 0}, "--threads must be between 1 and 1024, not 0"),
-        ({"draft": ["lookup"]}, "--draft 'lookup' is not one of prompt-lookup, lookup:FILE"),
-        ({"draft": ["medusa", "medusa"]}, "--draft medusa is given twice"),
-        ({"draft": ["medusa"], "speculate_k": 0}, "--speculate_k must be auto, or between 1 and 15, not 0"),
-        ({"speculate_k": 3}, "--speculate_k needs something that proposes"),
+        ({"dtype": "float64"}, "dtype 'float64' is not one of bfloat16, float16, float32"),
+        ({"dtype": torch.float64}, "dtype torch.float64 is not one of"),
+        ({"kernels": "avx512"}, "kernels 'avx512' is not one of auto, avx2, torch"),
+        ({"threads": 0}, "threads must be between 1 and 1024, not 0"),
+        ({"draft": ["lookup"]}, "draft 'lookup' is not one of prompt-lookup, lookup:FILE"),
+        ({"draft": ["medusa", "medusa"]}, "draft medusa is given twice"),
+        ({"draft": ["medusa"], "speculate_k": 0}, "speculate_k must be auto, or between 1 and 15, not 0"),
+        ({"speculate_k": 3}, "speculate_k needs something that proposes"),
     ],
     ids=str,
 )
 def test_wrong_options_are_one_line(fields, why):
-    with pytest.raises(UserError, match=why):
+    """They name the field, or the option if the value is that of a command line."""
+    with pytest.raises(UserError, match="^" + why):
         ModelOptions(**fields)
+    with pytest.raises(UserError, match="^--" + why):
+        ModelOptions.from_arguments(SimpleNamespace(**fields))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
@@ -194,3 +198,25 @@ def test_all_programs_have_the_same_default_settings(checkpoints, tmp_path, monk
             found = completion.choices[0].request.params
             assert found == replace(own, **more, seed=found.seed)
     assert model.model_card()["sampling"] == FOUND
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"device": "toaster"}, "device toaster cannot be used here"),
+        ({"draft": ["mtp"]}, "draft mtp: .* has no layer .*; (--)?draft prompt-lookup works"),
+        ({"draft": ["lookup:x"]}, "draft lookup:FILE needs text"),
+        (
+            {"speculate_k": 2, "drafts_by_default": True, "kernels": "torch"},
+            "speculate_k: no draft is the default here",
+        ),
+    ],
+    ids=str,
+)
+def test_what_load_engine_refuses_names_fields_or_options(tiny, fields, why):
+    checkpoint = open_directory(tiny("llama-mha")[2])
+    for dashes in ("", "--"):
+        options = ModelOptions(**{"device": "cpu"} | fields, from_command_line=dashes == "--")
+        with pytest.raises(UserError, match=f"^{dashes}{why}") as caught:
+            load.load_engine(checkpoint, options, 1, 16)
+        assert ("--" in str(caught.value)) == bool(dashes)

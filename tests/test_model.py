@@ -290,3 +290,16 @@ def test_a_copy_of_a_model_has_experts_of_its_own(sparse):
     assert torch.equal(sparse.expert_counts, before) and not torch.equal(other.expert_counts, before)
     del other
     assert greedy(sparse, prompts, 5) == expected
+
+
+def test_a_model_without_caches_or_positions_says_what_to_do(tiny):
+    model = load_model(tiny("llama-mha")[2], dtype=torch.float32)
+    tokens = torch.tensor([[5, 6, 7]])
+    calls = [lambda: model(tokens), lambda: model(tokens, torch.arange(3)[None])]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"no caches yet.*; call model.setup_caches\(rows, length\) once"):
+            call()
+    model.setup_caches(1, 8)
+    assert calls[1]().shape == (1, model.config.vocab_size)
+    with pytest.raises(RuntimeError, match=r"the call no positions; .* model\(tokens, input_pos\)"):
+        calls[0]()

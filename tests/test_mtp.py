@@ -438,13 +438,13 @@ def test_layers_of_other_kinds_are_left_out(member, tmp_path, capsys, name):
     said = capsys.readouterr().err
     assert "of a layer that drafts tokens (mtp)" in said and LEFT_OUT[name] in said
     assert not source.config.mtp and load_model(source).mtp is None
-    with pytest.raises(UserError, match="--draft mtp: .*x has no layer that drafts tokens, or one of another kind;"):
+    with pytest.raises(UserError, match="^draft mtp: .*x has no layer that drafts tokens, or one of another kind;"):
         load_engine(source, ModelOptions(draft=["mtp"]), 1, 30)
 
 
 def test_models_of_other_families_have_no_such_layer(tiny):
     for name in ("llama-mha", "lfm2-tied"):
-        with pytest.raises(UserError, match="no layer that drafts tokens: only Qwen3.5 to 3.8 have one; --draft"):
+        with pytest.raises(UserError, match="no layer that drafts tokens: only Qwen3.5 to 3.8 have one; draft"):
             load_engine(open_directory(tiny(name)[2]), ModelOptions(draft=["mtp"]), 1, 30)
 
 
@@ -457,7 +457,7 @@ def test_a_model_with_the_layer_cannot_be_the_draft(member, byte_level, tmp_path
     write_gguf(path, oracle.target, vocabulary_fields(byte_level), extra=extra, tensors=gguf_names(oracle))
     source = open_gguf(path)
     source.quantization = Quantization("int4", 32, "int8")
-    said = f"{path}: a model with recurrent states cannot be the draft; --draft prompt-lookup and --draft mtp work with"
+    said = f"{path}: a model with recurrent states cannot be the draft; draft prompt-lookup and draft mtp work with"
     for drafts in (["int4-self"], ["mtp", "int4-self"]):
         with pytest.raises(UserError, match=f"^{said} {path}$"):
             load_engine(source, ModelOptions(draft=drafts), 1, 30)

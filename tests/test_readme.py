@@ -186,12 +186,23 @@ def test_the_test_command_is_that_of_ci():
 
 
 @pytest.mark.slow
-def test_the_python_example_runs(capsys):
-    example = re.search(r"```python\n(.*?)```", README, re.S)[1]
-    assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
-    exec(example, {})
+def test_the_python_examples_run(capsys):
+    """The second goes on where the first has ended, as a reader would paste it."""
+    first, second = re.findall(r"```python\n(.*?)```", README, re.S)
+    for example in (first, second):
+        assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
+    names = {}
+    exec(first, names)
     said = capsys.readouterr().out
     assert "Once upon a time" in said and "The sea is" in said and ("length" in said or "stop" in said)
+    assert all(request.stop_ids == set(names["tokenizer"].eos_ids) for request in names["requests"])
+
+    exec(second, names)
+    asked, one, then, other = names["messages"]
+    assert [message["role"] for message in names["messages"]] == ["user", "assistant"] * 2
+    assert capsys.readouterr().out == f"{one['content']}\n{other['content']}\n" and one["content"] and other["content"]
+    reused = names["request"].cached_tokens
+    assert reused > len(names["template"].encode([asked])), "the second turn reads only what is new"
 
 
 def requirements(path) -> list[Requirement]:

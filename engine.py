@@ -32,7 +32,11 @@ from sampling import Sampling, SamplingParams, sample, top_logprobs
 CHUNK_TOKENS = 128  # tokens of a prompt that are read between two decode steps
 # Tokens of a prefill pass while no row is decoding: enough to be compute-bound, in bounded memory
 PREFILL_TOKENS = 2048
-CPU_PREFILL_TOKENS = 256  # the same on CPUs, where more are not faster, but a line about progress would not move
+# The same on CPUs for prompts of more than MAX_SINGLE_PASS tokens, so that their progress is seen. Longer passes are
+# hardly faster with packed weights (1 %), and somewhat with others.
+CPU_PREFILL_TOKENS = 256
+CPU_PREFILL_TOKENS_UNPACKED = 1024
+MAX_SINGLE_PASS = 512
 MAX_WAIT = 8  # a prompt that has waited for this many chunks of other prompts is read next
 MIN_SHARED_TOKENS = 64  # a shorter prefix is read again rather than with a pass of its own
 SCORED_POSITIONS = 128  # prompt_logprobs are computed for this many at once: (n,V) stays small
@@ -490,8 +494,10 @@ class Engine:
             return {}
         if not (decoding or self.options.always_chunk):
             most = max(1, PREFILL_TOKENS // len(reading))
-            if self.model.device.type == "cpu":
-                most = min(most, max(64, CPU_PREFILL_TOKENS // len(reading)))
+            if self.model.device.type == "cpu" and sum(len(row.unread) for row in reading) > MAX_SINGLE_PASS:
+                invariant = self.model.backend.chunk_invariant
+                tokens = CPU_PREFILL_TOKENS if invariant else CPU_PREFILL_TOKENS_UNPACKED
+                most = min(most, max(64, tokens // len(reading)))
             return {row.index: self._pass_tokens(row, most) for row in reading}
 
         # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.

@@ -92,10 +92,10 @@ RANGES = {
 
 
 NEUTRAL = SamplingParams()
-# The settings of a request that names none, in all programs, where the model's files recommend nothing. No other
-# number answers more of the questions of benchmarks/questions.py. Only the temperature is set, so that a client that
-# names one gets what it asks for.
-DEFAULTS = SamplingParams(temperature=0.5)
+# The settings of a request that names none, in all programs, where the model's files recommend nothing. With none of
+# those that were tried, models answer more of the questions of benchmarks/questions.py. Only the temperature is set, so
+# that a client that names one gets what it asks for.
+DEFAULTS = SamplingParams(temperature=0.3)
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 

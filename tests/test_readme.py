@@ -280,9 +280,9 @@ def readme_numbers():
 def question_numbers():
     page = "docs/checkpoints.md"
     rows = results("questions", page)["rows"]
-    for cells, row in zip(table(page, "| model | computed |"), rows, strict=True):
-        assert cells[:2] == [row["model"], row["way"]]
-        yield from zip(cells[2:], (row["greedy"], row["default"], row["careful"]), strict=True)
+    for cells, row in zip(table(page, "| model | temperature 0, of 24 |"), rows, strict=True):
+        assert cells[0] == row.pop("model")
+        yield from zip(cells[1:], row.values(), strict=True)
 
 
 def ladder_numbers():

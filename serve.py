@@ -1,13 +1,13 @@
 """The server: `python serve.py NAME`, then OpenAI's API at http://127.0.0.1:8000.
 
-Read down: options and `main`; the HTTP process; AnswerText, an answer while it is generated;
-EngineServer, the loop around the engine's steps. Generation itself is in engine.py.
+Read down: options and `main`; the HTTP process; RunningRequest, a request in the engine; EngineServer,
+the loop around the engine's steps. Generation itself is in engine.py.
 
 There are two processes, because in one process, HTTP and the engine would wait for each other: only
 one thread at a time can hold Python's global interpreter lock. The process that was started (with
-torchrun, rank 0) runs the engine and turns new tokens into text. It starts a second one, which has
-the sockets, knows JSON and tokenizes prompts (server/http_server.py). They exchange the messages of
-server/pipe_messages.py through a pipe. The engine's process imports no web library.
+torchrun, rank 0) runs the engine, and knows tokens and grammars. It starts a second one, which has
+the sockets, knows JSON, and turns text into tokens and back (server/http_server.py). They exchange the
+messages of server/pipe_messages.py through a pipe. The engine's process imports no web library.
 """
 
 import os
@@ -25,7 +25,6 @@ import socket
 import threading
 import time
 import traceback
-from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -55,9 +54,8 @@ from load import (
     load_engine,
     open_checkpoint,
 )
-from server.answers import AnswerParser
 from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
-from tokenizer import TextStream, Tokenizer, answer_end_ids
+from tokenizer import Tokenizer, answer_end_ids
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
 STALLED_TIMEOUT_S = 30  # a client that has read nothing for this long is disconnected
@@ -356,47 +354,14 @@ def end_http_process(process: multiprocessing.Process):
 # ---------------------------------------------------------------- the engine's process
 
 
-class AnswerText:
-    """The answer to a TextRequest: decodes the new tokens, looks for stop strings, and makes the
-    updates.
+class RunningRequest:
+    """A request of the HTTP process, and how many of its tokens were sent back."""
 
-    A chat's stop strings end the content of its answer, so its text is parsed to find them. The
-    HTTP process gets the whole text, and parses it again to show it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, text_request: TextRequest):
+    def __init__(self, text_request: TextRequest):
         self.request_id = text_request.request_id
         self.can_time_out = text_request.can_time_out
         self.request = text_request.request  # the engine's
-        self.request.on_token = self.add_token
-
-        context = self.request.prompt if text_request.continues_prompt else ()
-        if text_request.stop and text_request.syntax is not None:
-            self.parser = AnswerParser(text_request.syntax, text_request.stop)
-            self.stream = TextStream(tokenizer, context, (), text_request.shown_ids)
-            self.stops = self.parser.stops
-        else:
-            self.parser = None
-            self.stream = TextStream(tokenizer, context, text_request.stop, text_request.shown_ids)
-            self.stops = self.stream.stops
-
-        self.offsets: list[int] = []  # where each token begins in the text
-        self.unsent_text = ""
-        self.sent_chars = 0
         self.sent_tokens = 0
-        self.sent_logprobs = 0
-
-    def add_token(self, token: int) -> bool:
-        """Add a token of the engine. Returns whether a stop string has come."""
-        self.offsets.append(self.sent_chars + len(self.unsent_text) + len(self.stream.stops.held))
-        ids = () if token in self.request.stop_ids else (token,)  # a stop token has no text
-        self.add_text(self.stream.add(ids))
-        return self.stops.stopped
-
-    def add_text(self, text: str):
-        self.unsent_text += text
-        if self.parser is not None:
-            self.parser.add(text)
 
     def has_update(self) -> bool:
         return self.sent_tokens < len(self.request.new_tokens) or self.request.finish_reason is not None
@@ -410,41 +375,22 @@ class AnswerText:
     def update(self) -> Update:
         """What is new since the last update."""
         request = self.request
-        reason = request.finish_reason
-        if reason is not None:
-            self.add_text(self.stream.add((), last=True))
-            if self.parser is not None:
-                self.parser.end(is_cut=reason == "length")
-            if self.stops.stopped and reason == "length":
-                reason = "stop"
-        text = self.unsent_text
-        self.unsent_text = ""
-        self.sent_chars += len(text)
-
-        # Log-probabilities are sent with the text of their tokens, because a stop string may yet
-        # cut off what is held back.
-        start = self.sent_logprobs
-        end = len(self.offsets)
-        if reason is None or self.stops.stopped:
-            decided = self.sent_chars if self.parser is None else self.parser.decided
-            end = max(start, bisect_left(self.offsets, decided))
-        scored = zip(request.new_tokens[start:end], request.token_logprobs[start:end], self.offsets[start:end])
-
-        update = Update(
+        start = self.sent_tokens
+        self.sent_tokens = len(request.new_tokens)
+        token_ids = request.new_tokens[start:]
+        scored = zip(token_ids, request.token_logprobs[start:])
+        return Update(
             self.request_id,
-            text,
-            len(request.new_tokens),
+            "",
+            self.sent_tokens,
             request.cached_tokens,
-            logprobs=[(token, own, best, offset) for token, (own, best), offset in scored],
-            prompt_logprobs=request.prompt_token_logprobs if self.sent_tokens == 0 else [],
-            finish_reason=reason,
-            stop_string=self.stops.stop_string,
+            logprobs=[(token, own, best) for token, (own, best) in scored],
+            prompt_logprobs=request.prompt_token_logprobs if start == 0 else [],
+            finish_reason=request.finish_reason,
             error=request.error,
             traceback=traceback_text(request.failure),
+            token_ids=token_ids,
         )
-        self.sent_tokens = len(request.new_tokens)
-        self.sent_logprobs = end
-        return update
 
 
 def traceback_text(failure: BaseException | None) -> str | None:
@@ -488,7 +434,7 @@ class EngineServer:
         self.tokenizer = tokenizer
         self.connection = connection
         self.grammars = grammars
-        self.answers: dict[int, AnswerText] = {}  # by request_id
+        self.running: dict[int, RunningRequest] = {}  # by request_id
 
     def run(self, shutdown: Shutdown, queue_seconds: float):
         """Run until the HTTP process has exited, which it does when the server is shutting down and
@@ -509,9 +455,9 @@ class EngineServer:
         start = time.perf_counter()
         state = shutdown.state(start)
         self._step(state)
-        for answer in self.answers.values():
-            if state == "ended" or answer.has_timed_out(start, queue_seconds):
-                self.engine.cancel(answer.request)
+        for running in self.running.values():
+            if state == "ended" or running.has_timed_out(start, queue_seconds):
+                self.engine.cancel(running.request)
 
     def _receive(self):
         """Handle the messages that have come. An idle engine waits for them, but not for long."""
@@ -525,19 +471,19 @@ class EngineServer:
             timeout = 0.0
             message = self.connection.recv()
             if isinstance(message, TextRequest):
-                answer = AnswerText(self.tokenizer, message)
-                self.answers[message.request_id] = answer
+                running = RunningRequest(message)
+                self.running[message.request_id] = running
                 if message.thinking is not None:
                     vocabulary = self.tokenizer.vocabulary
-                    answer.request.grammar = ThinkingLimit(message.thinking, vocabulary)
+                    running.request.grammar = ThinkingLimit(message.thinking, vocabulary)
                 if message.grammar is None:
-                    self.engine.add(answer.request)
+                    self.engine.add(running.request)
                 else:
-                    self.grammars.add(answer.request, message.grammar)
-            elif isinstance(message, Cancel) and message.request_id in self.answers:
-                request = self.answers[message.request_id].request
+                    self.grammars.add(running.request, message.grammar)
+            elif isinstance(message, Cancel) and message.request_id in self.running:
+                request = self.running[message.request_id].request
                 if self.grammars.discard(request):
-                    del self.answers[message.request_id]
+                    del self.running[message.request_id]
                 else:
                     self.engine.cancel(request)
 
@@ -563,17 +509,17 @@ class EngineServer:
         self.engine.step()
         step_s = time.perf_counter() - start
 
-        updates = [answer.update() for answer in self.answers.values() if answer.has_update()]
+        updates = [running.update() for running in self.running.values() if running.has_update()]
         for update in updates:
             if update.finish_reason is not None:
-                del self.answers[update.request_id]
+                del self.running[update.request_id]
 
         active_rows = sum(row.request is not None for row in self.engine.rows)
         status = EngineStatus(
             state,
             updates,
             step_s if had_requests else 0.0,
-            waiting=len(self.answers) - active_rows,
+            waiting=len(self.running) - active_rows,
             active_rows=active_rows,
             prefill_tokens=self.engine.timing.prefill_tokens,
             drafts=self.engine.decoding.draft_counts,

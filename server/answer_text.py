@@ -1,7 +1,7 @@
 """The text of an answer: decodes the tokens that the engine sends, finds stop strings, and parses a chat's answer.
 
-Only the HTTP process does this. The engine's process knows tokens; it goes on for a few of them after a stop string, until
-it is told to end the request.
+Only the HTTP process does this. The engine's process knows tokens; it goes on for a few of them after a stop string,
+until it is told to end the request.
 """
 
 from bisect import bisect_left
@@ -35,8 +35,9 @@ class AnswerText:
     def read(self, update: Update) -> Update:
         """An update of the engine with its text. It is the last one of the answer if a stop string has come; then
         the tokens after that do not count."""
-        self.text = update.text
+        self.text = ""
         self.events = []
+        self.add_text(update.text)
         for i, token in enumerate(update.token_ids):
             self.add_token(token)
             self.scored += [(*scored, self.offsets[-1]) for scored in update.logprobs[i : i + 1]]

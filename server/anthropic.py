@@ -13,6 +13,7 @@ import json
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.chat_prompts import get_key
+from server.parameters import refuse_constant
 from server.pipe_messages import Update
 from server.request_fields import KIND_NAMES, ApiError, FieldReader, read_role, read_stop_strings
 from server.responses import named_event
@@ -320,7 +321,8 @@ class MessageBuilder:
         """The message with the whole answer."""
         choice = self.completion.choices[0]
         update = choice.combined()
-        content = content_blocks(choice.all_events(update))
+        content = content_blocks(choice.events(update))
+        choice.parser.calls -= len(choice.parser.broken)  # they have become text
         stop = stop_fields(choice, update)
         has_call = any(block["type"] == "tool_use" for block in content)
         if stop["stop_reason"] == "tool_use" and not has_call:  # all calls have become text
@@ -408,7 +410,7 @@ def finished_block(block: dict, text: str) -> dict:
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -12,13 +12,15 @@ continuous_usage_stats, /tokenize ...).
 import itertools
 import secrets
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cli import UserError
+from cli import UserError, first_line
 from config import Config
 from engine import Request, check_prompt
 from sampling import NEUTRAL, SamplingParams
+from server.answer_text import AnswerText
 from server.answers import AnswerParser, Event, without_broken_calls
 from server.chat_prompts import ChatModel, Conversation
 from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
@@ -55,6 +57,7 @@ class Choice:
     counted_tokens: int = 0  # new tokens that the metrics have counted
     updates: list[Update] = field(default_factory=list)
     parser: AnswerParser | None = None  # parses the answer of a chat; None for other requests
+    answer: AnswerText | None = None  # turns the engine's tokens into text
     finished_at: float | None = None  # when its last token came
 
     @property
@@ -69,10 +72,22 @@ class Choice:
             text="".join(update.text for update in self.updates),
             logprobs=[entry for update in self.updates for entry in update.logprobs],
             prompt_logprobs=[entry for update in self.updates for entry in update.prompt_logprobs],
+            events=[event for update in self.updates for event in self.events(update)] if self.parser else None,
         )
 
+    def read(self, update: Update) -> Update:
+        """An update of the engine with its text: see AnswerText.read. If it cannot be read, the update is an
+        error."""
+        try:
+            return self.answer.read(update) if self.answer else update
+        except Exception as error:
+            lines = "".join(traceback.format_exception(error))
+            return replace(update, finish_reason="error", error=first_line(error), traceback=lines, events=[])
+
     def events(self, update: Update) -> list[Event]:
-        """Parse an update of a chat's answer, and return the new events."""
+        """The events of an update of a chat's answer, which is parsed if it was not yet."""
+        if update.events is not None:
+            return update.events
         events = self.parser.add(update.text)
         if update.finish_reason is not None:
             events += self.parser.end(is_cut=update.finish_reason == "length")
@@ -94,7 +109,6 @@ class Choice:
         if reason is None or self.parser is None:
             return reason
         if self.parser.stops.stopped:
-            # The engine's process may not know it: its parser assumes that every bare call fits.
             reason = "stop"
         if reason == "stop" and self.parser.has_whole_calls:
             return "tool_calls"
@@ -299,7 +313,8 @@ class ServedModel:
                 text_request = TextRequest(
                     next(self.request_ids), request, stop, grammar=grammar, can_time_out=not choices
                 )
-                choices.append(Choice(len(choices), text_request, text))
+                answer = AnswerText(self.tokenizer, text_request)
+                choices.append(Choice(len(choices), text_request, text, answer=answer))
         return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, n, **options)
 
     def parse_chat(self, body: dict) -> CompletionRequest:
@@ -349,7 +364,8 @@ class ServedModel:
                 syntax=syntax,
             )
             parser = AnswerParser(syntax, stop, fits)
-            choices.append(Choice(len(choices), text_request, parser=parser))
+            answer = AnswerText(self.tokenizer, text_request, parser)
+            choices.append(Choice(len(choices), text_request, parser=parser, answer=answer))
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
         return CompletionRequest(response_id, choices, n, is_chat=True, **options)
 

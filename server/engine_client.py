@@ -149,9 +149,14 @@ class EngineClient:
             if update.request_id not in self.receivers:  # it was cancelled
                 continue
             stream = self.receivers[update.request_id]
+            choice = stream.unfinished[update.request_id]
+            is_running = update.finish_reason is None
+            update = choice.read(update)
             by_stream[stream].append(update)
-            self.metrics.record_update(stream.unfinished[update.request_id], update)
+            self.metrics.record_update(choice, update)
             if update.finish_reason is not None:
+                if is_running:  # a stop string has come, or the text cannot be read
+                    self._send(Cancel(update.request_id))
                 self.finish_times.append(self.last_heard)
                 del self.receivers[update.request_id]
 

@@ -11,7 +11,7 @@ from config import Config
 from engine import Request
 from grammar import ThinkingBudget
 from sampling import NEUTRAL, SamplingParams
-from server.answers import AnswerSyntax
+from server.answers import AnswerSyntax, Event
 from tokenizer import TokenizerFiles
 
 
@@ -64,13 +64,14 @@ class Update:
     """What a step of the engine has added to a request."""
 
     request_id: int
-    # The new text, up to the stop string. The text of a chat is not cut, because the HTTP process
-    # parses it again.
+    # The text of the new tokens, up to a stop string, but the whole text in a chat. Only the HTTP
+    # process knows it, as it knows the fields `events` and `stop_string`: see AnswerText.read.
     text: str
     completion_tokens: int  # all tokens that were generated so far
     cached_tokens: int = 0  # prompt tokens that were reused from a cache row
-    # For each new token: (id, log-probability, [(id, log-probability), ...] of the likeliest ids,
-    # offset in the text). It is sent once the token is known not to be part of a stop string.
+    # For each new token, if the request wants it: (id, log-probability, [(id, log-probability), ...]
+    # of the likeliest ids). AnswerText adds the offset in the text, and holds back the tokens that may
+    # be part of a stop string.
     logprobs: list[tuple] = field(default_factory=list)
     # The same without offsets for the tokens of the prompt, in the first update only.
     prompt_logprobs: list[tuple] = field(default_factory=list)
@@ -78,6 +79,8 @@ class Update:
     stop_string: str | None = None  # the one that ended the text
     error: str | None = None  # a message, if finish_reason is "error"
     traceback: str | None = None  # of the exception behind the error, if there was one
+    token_ids: list[int] = field(default_factory=list)  # the new tokens
+    events: list[Event] | None = None  # what the parser has found in a chat's text; None: it has not read it
 
 
 @dataclass

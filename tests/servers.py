@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import pickle
 import re
 import signal
 import socket
@@ -21,7 +22,8 @@ from programs import printed_lines
 from engine import Engine, EngineOptions, Request, generate
 from load import load_model
 from sampling import SamplingParams
-from serve import AnswerText
+from serve import RunningRequest
+from server.pipe_messages import Update
 from tokenizer import ChatTemplate, TextStream, Tokenizer
 
 CONTEXT = 1600
@@ -155,20 +157,18 @@ class Oracle:
         return TextStream(self.tokenizer, prompt if context else (), stop).add(ids, last=True)
 
 
-def take_tokens(answer: AnswerText, tokens: list[int], n: int, reason: str):
-    """Add the next n of the tokens to a request, as steps of the engine do.
+def take_tokens(running: RunningRequest, tokens: list[int], n: int, reason: str) -> Update:
+    """Add the next n of the tokens to a request, as a step of the engine does, and return its update.
 
     reason: the finish reason if the last of all tokens has been added.
     """
-    request = answer.request
+    request = running.request
     for token in tokens[len(request.new_tokens) :][:n]:
         request.new_tokens.append(token)
         request.token_logprobs.append((-1.0, []))
-        if answer.add_token(token):
-            request.finish_reason = "stop"
-            return
     if len(request.new_tokens) == len(tokens):
         request.finish_reason = reason
+    return pickle.loads(pickle.dumps(running.update()))  # as the pipe does
 
 
 def prompt_ids(n: int, seed: int = 0) -> list[int]:

@@ -23,7 +23,8 @@ ORDER = """
     speculative
     load chat generate
     server.parameters server.python_calls server.python_grammars server.tools server.tool_grammars server.answers
-    server.pipe_messages server.request_fields server.constraints server.chat_prompts server.api server.responses
+    server.pipe_messages server.request_fields server.constraints server.chat_prompts server.answer_text server.api
+    server.responses
     server.anthropic server.openai_responses server.metrics server.engine_client server.error_responses server.access
     server.connections server.http_server serve
     quantize evaluate

@@ -56,6 +56,7 @@ from cli import UserError
 from engine import Request, generate
 from evaluate import harness_model
 from load import load_model, open_checkpoint
+from server.answer_text import AnswerText
 from server.connections import MAX_HEAD_BYTES
 from server.pipe_messages import TextRequest
 from server.request_fields import MAX_BODY_BYTES
@@ -628,13 +629,15 @@ def test_updates_hold_back_parts_of_characters_and_of_stop_strings(oracle, data)
     stream = TextStream(tokenizer, [5], stop)
     whole = stream.add(tokens, last=True)
     request = Request([5], max_new_tokens=len(tokens), logprobs=0)
-    answer = serve.AnswerText(tokenizer, TextRequest(3, request, stop))
+    text_request = TextRequest(3, request, stop)
+    running, answer = serve.RunningRequest(text_request), AnswerText(tokenizer, text_request)
+    update = None
     sent, scored = "", []
-    while request.finish_reason is None:
-        take_tokens(answer, tokens, data.draw(st.integers(1, 3)), "length")
-        update = answer.update()
+    while update is None or update.finish_reason is None:
+        update = answer.read(take_tokens(running, tokens, data.draw(st.integers(1, 3)), "length"))
         sent, scored = sent + update.text, scored + update.logprobs
-        assert whole.startswith(sent) and update.completion_tokens == len(request.new_tokens)
+        assert whole.startswith(sent)
+        assert update.completion_tokens == len(request.new_tokens) or (stream.stopped and update.finish_reason)
         assert all(offset <= len(sent) for *_, offset in scored)
     assert sent == whole and update.finish_reason == ("stop" if stream.stopped else "length")
     assert update.request_id == 3 and [token for token, *_ in scored] == request.new_tokens[: len(scored)]

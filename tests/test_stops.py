@@ -1,7 +1,7 @@
 """Stop strings in chats: they end the content of an answer, whatever its thoughts and calls contain.
 
-Texts go the whole way: as tokens through the engine's process (AnswerText), and its updates through both APIs, streamed
-and whole.
+Texts go the whole way: as tokens of the engine's process, which AnswerText decodes, through both APIs, streamed and
+whole.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from servers import take_tokens
 from test_anthropic import events_of
 from test_tools import SOURCES
 
-import serve
+from serve import RunningRequest
 from server.anthropic import MessageBuilder, parse_message
 from server.api import CompletionRequest, ServedModel
 from server.pipe_messages import Update
@@ -44,15 +44,13 @@ def answer_with(model: ServedModel, completion: CompletionRequest, text: str, re
     tokens the engine's steps have, in turns.
     """
     (choice,) = completion.choices
-    text_request = pickle.loads(pickle.dumps(choice.text_request))  # as the pipe does
-    answer, request = serve.AnswerText(model.tokenizer, text_request), text_request.request
+    running = RunningRequest(pickle.loads(pickle.dumps(choice.text_request)))  # as the pipe does
     tokens = model.tokenizer.encode(text, add_bos=False) + ([EOS] if reason == "stop" else [])
     assert model.tokenizer.decode(tokens) == text
     updates = []
     for n in itertools.cycle(steps):
-        take_tokens(answer, tokens, n, reason)
-        updates.append(answer.update())
-        if request.finish_reason is not None:
+        updates.append(choice.read(take_tokens(running, tokens, n, reason)))
+        if updates[-1].finish_reason is not None:
             return updates
 
 

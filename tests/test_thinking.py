@@ -15,6 +15,7 @@ from engine import Engine, EngineOptions
 from grammar import MAX_OVERRUN, GrammarThread, ThinkingBudget, ThinkingLimit
 from load import load_model
 from serve import EngineServer
+from server.answer_text import AnswerText
 from server.answers import AnswerParser, Content, Reasoning
 from server.anthropic import chat_body, parse_message
 from server.request_fields import ApiError, FieldReader
@@ -136,7 +137,8 @@ def answer(model, loaded, body: dict, drafts: bool = False):
         server._step("ready")
 
     parser = AnswerParser(choice.text_request.syntax)
-    events = parser.add("".join(update.text for update in pipe.updates)) + parser.end()
+    answer_text = AnswerText(tokenizer, choice.text_request)
+    events = parser.add("".join(answer_text.read(update).text for update in pipe.updates)) + parser.end()
     thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
     content = "".join(event.text for event in events if isinstance(event, Content))
     return choice.request.new_tokens, thoughts, content, parser.whole_calls

@@ -306,7 +306,7 @@ class Handler(BaseHTTPRequestHandler):
             server.health_requests += 1
             self.answer_json({"status": server.health}, 200 if server.health == "ready" else 503)
         elif self.path == "/v1/models":
-            self.answer_json({"data": [{"id": "stand-in", "max_model_len": 100}]})
+            self.answer_json({"data": [{"id": "stand-in", "max_model_len": 100, "sampling": {"temperature": 0.6}}]})
         else:
             self.answer_json({"chat_template": server.template})
 
@@ -736,7 +736,8 @@ def test_settings_become_fields_of_the_request():
     with scripted(["a"], ["b"], ["c"]) as (page, server):
         page.say("one")
         fields = {"messages", "stream", "stream_options"}
-        assert server.bodies[0].keys() == fields | {"temperature", "top_p"}  # no seed, no limit and no system message
+        assert page.js("return settings.elements.temperature.placeholder") == "0.6"
+        assert server.bodies[0].keys() == fields  # all settings are the server's
         assert server.bodies[0]["stream_options"]["include_usage"] is True
         page.set(temperature="0", top_p="0.5", max_tokens="7", seed="0", system="Be\nkind.")
         page.say("two")

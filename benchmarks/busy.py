@@ -1,9 +1,7 @@
 """Decode and prefill on a CPU that other programs also use: fixed numbers of threads, the engine's choice, the peers.
 
 The other programs are --loops endless loops of Python, each on a processor of its own if there are
-enough. In each round every contestant runs once, one after another, while the loops go on. At the
-end one request decodes while a loop on one processor ends: recovery_s is the time until all steps
-have as many threads as on the idle machine again.
+enough. In each round every contestant runs once, one after another, while the loops go on.
 """
 
 import argparse
@@ -96,40 +94,6 @@ def measure_case(args, fixed_engine: Engine, engine: Engine, loops: int) -> dict
     return case | rounds
 
 
-def recovery_s(engine: Engine) -> float:
-    """Return how long an engine has too few threads after another program has ended.
-
-    It is the time from that end to the last step with fewer threads than on an idle machine.
-    """
-    engine.threads.forget()
-    most = torch.get_num_threads()
-    last_slow = 0.0
-    with busy(1) as programs:
-        start = time.perf_counter()
-        while time.perf_counter() < start + 3:
-            step(engine)
-        programs[0].kill()
-        end = time.perf_counter()
-        while time.perf_counter() < end + 5:
-            if step(engine) != most:
-                last_slow = time.perf_counter() - end
-
-    for row in engine.rows:
-        if row.request is not None:
-            engine.cancel(row.request)
-    engine.step()
-    return last_slow
-
-
-def step(engine: Engine) -> int | None:
-    """Decode one token, and return the number of threads, or None before the first decode step."""
-    if not engine.has_requests:  # at first, and when the cache is full
-        engine.add(Request([5, 6, 7], GREEDY, 10**6))
-    engine.step()
-    kinds = engine.threads.kinds
-    return kinds["decode"].count if "decode" in kinds else None
-
-
 def main():
     counts = {"--rounds": 3, "--prompt_tokens": 512, "--new_tokens": 300, "--seconds": 3}
     parser = measure.make_parser(__doc__, counts)
@@ -149,10 +113,7 @@ def main():
 
     cases = [measure_case(args, fixed_engine, engine, loops) for loops in args.loops]
     measure.print_table(cases, {"loops": ""} | {key: ".2f" for key in cases[0] if "_to_" in key})
-    recovery = [recovery_s(engine) for _ in range(args.rounds)]
-    print("full speed again after", ", ".join(f"{seconds:.2f}" for seconds in recovery), "s")
-    about = {"format": args.format, "compiled": args.compile, "recovery_s": recovery, "cases": cases}
-    measure.save("busy", about, args.out)
+    measure.save("busy", {"format": args.format, "compiled": args.compile, "cases": cases}, args.out)
 
 
 if __name__ == "__main__":

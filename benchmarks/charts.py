@@ -1,5 +1,5 @@
-"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py, draft_layer.py and experts.py,
-in a PNG beside each file.
+"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py, draft_layer.py, experts.py and
+load_test.py, in a PNG beside each file.
 
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
@@ -177,6 +177,39 @@ def draw_experts(result: dict, path: Path):
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
+def draw_ramp(result: dict, path: Path):
+    """Draw what load_test.py measured: lines of all servers against the number of users."""
+    figure = make_figure(6, f"{result['model']}: {title(result | {'batch_size': result['rows']})}")
+    panels = {
+        "throughput, new tokens/s": (("tokens_per_s",), 1),
+        "time to first token, s": (("first_token_p50_s", "first_token_p95_s"), 1),
+        "time per later token, ms": (("later_token_p50_s", "later_token_p95_s"), 1e3),
+        "refused, % of the responses": (("refused_share",), 100),
+    }
+    for axes, (heading, (keys, factor)) in zip(figure.subplots(2, 2).flat, panels.items()):
+        for name, rows in result["servers"].items():
+            users = [row["users"] for row in rows]
+            for key, line in zip(keys, ("o-", "o--")):
+                values = [float("nan") if row[key] is None else factor * row[key] for row in rows]
+                label = name if key == keys[0] else None
+                axes.plot(users, values, line, color=colour_of(name), markersize=3, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(users, [str(n) for n in users], fontsize=8)
+        axes.minorticks_off()
+        axes.set_ylim(0, 100 if factor == 100 else None)
+        axes.set_title(heading, fontsize=10, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+
+    tokens, first, *_ = figure.axes
+    first.set_ylim(auto=True)
+    first.set_yscale("log")
+    first.yaxis.set_major_formatter("{x:g}")
+    tokens.legend(frameon=False, fontsize=9)
+    note = "users, each sending one request after another; solid: median or total, dashed: 95th percentile"
+    figure.supxlabel(note, fontsize=8, color="0.35")
+    figure.savefig(path.with_suffix(".png"), format="png")
+
+
 def draw(path: Path):
     """Draw one file: one line of panels for each model.
 
@@ -184,6 +217,8 @@ def draw(path: Path):
     their weights.
     """
     result = read_json(path)
+    if "servers" in result:
+        return draw_ramp(result, path)
     if "by_agreement" in result:
         return draw_draft_layer(result, path)
     if "n_expert" in result:

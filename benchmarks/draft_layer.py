@@ -24,13 +24,12 @@ from random_qwen35 import CYCLE, STEP
 
 from cli import run_command
 from drafts.draft import MAX_K
-from drafts.mtp import CHOICES, DRAFT_TOKENS, DraftHead, MtpDraft
+from drafts.mtp import CHOICES, DraftHead, MtpDraft
 from engine import Engine, Request, generate
 from layers import Linear
 from load import load_model, open_checkpoint
 from model import Transformer
 from speculative import Report, Speculation
-from tokenizer import Tokenizer
 
 NEW = 128  # tokens of each answer
 PROBES = 512  # tokens on which the agreement is measured
@@ -126,15 +125,6 @@ def compare(plain: Engine, engines: dict[str, tuple[Engine, Callable]], rounds: 
     return found
 
 
-def coverage(tokenizer: Tokenizer) -> dict[int, float]:
-    """The share of the tokens of this project's pages and code that are among the first n."""
-    texts = [
-        path.read_text() for pattern in ("*.md", "docs/*.md", "*.py") for path in sorted(measure.ROOT.glob(pattern))
-    ]
-    ids = [token for text in texts for token in tokenizer.encode(text, add_bos=False)]
-    return {n: sum(token < n for token in ids) / len(ids) for n in (16384, DRAFT_TOKENS, 65536)}
-
-
 @torch.no_grad()
 def main():
     parser = measure.make_parser(__doc__, {"--rounds": 5})
@@ -149,7 +139,7 @@ def main():
     noise /= model.config.dim**0.5
     sizes = {wanted: find_noise(model, noise, wanted) for wanted in args.agreements}
 
-    result = {"model": source.name, "coverage": coverage(source.tokenizer), "by_agreement": {}, "by_k": {}}
+    result = {"model": source.name, "by_agreement": {}, "by_k": {}}
     for rows in args.rows:
         plain = Engine(without, rows, 2 * NEW)
         by_agreement = {}

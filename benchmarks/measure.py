@@ -334,7 +334,7 @@ def server(command: list, log: Path, port: int):
                 printed = log.read_text(errors="replace").strip() or "nothing printed"
                 raise UserError(f"{Path(command[0]).name} did not start: {printed.splitlines()[-1]}")
             time.sleep(0.1)
-        yield process.pid
+        yield
     finally:
         process.terminate()
         try:
@@ -360,8 +360,7 @@ def free_port() -> int:
 def all_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
     """Run our server and those of the peers that were named until the end of the block.
 
-    Each has rows for `streams` requests of `length` tokens. Yields the port of each server by its
-    name, and our process id.
+    Each has rows for `streams` requests of `length` tokens. Yields the port of each server by its name.
     """
     programs = peer_programs(args, "server")
     if bool(programs) != (args.gguf is not None):
@@ -370,19 +369,19 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
     ports = {}
     with ExitStack() as servers:
 
-        def start(name: str, *command) -> int:
+        def start(name: str, *command):
             ports[name] = free_port()
             log = out.with_suffix(f".{name}.log")
-            return servers.enter_context(server([*command, "--port", ports[name]], log, ports[name]))
+            servers.enter_context(server([*command, "--port", ports[name]], log, ports[name]))
 
         command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", directory]
         command += ["--max_batch_size", streams, "--max_seq_length", length]
-        pid = start("fastpath", *command, *options)
+        start("fastpath", *command, *options)
         for name, program in programs.items():
             command = [program.resolve(), "-m", args.gguf, "-t", torch.get_num_threads()]
             command += ["-np", streams, "-c", streams * length]
             start(name, *command, *shlex.split(getattr(args, f"{PEERS[name].prefix}_options")))
-        yield ports, pid
+        yield ports
 
     for name in ports:
         out.with_suffix(f".{name}.log").unlink(missing_ok=True)

@@ -40,12 +40,7 @@ def quality(directories: list[Path], tokenizer: Tokenizer, ids: list[int]) -> di
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--max_tokens": 4097})
-    add = parser.add_argument
-    modes = list(dict.fromkeys(quantization.mode for quantization in SETTINGS))
-    add("--modes", nargs="+", choices=modes, default=modes, help="modes of the formats (all)")
-    add("--groupsizes", nargs="+", type=int, default=[0, 32, 64, 128], help="columns of a group (all)")
-    args = parser.parse_args()
+    args = measure.make_parser(__doc__, {"--max_tokens": 4097}).parse_args()
 
     source = measure.quantized(args.checkpoint_path, "bf16")
     tokenizer = Tokenizer(source)
@@ -53,8 +48,6 @@ def main():
     reference = quality([source], tokenizer, ids)
     rows = []
     for quantization in SETTINGS:
-        if quantization.mode not in args.modes or quantization.groupsize not in args.groupsizes:
-            continue
         row = {name: getattr(quantization, name) for name in ("mode", "groupsize", "head")}
         print_status(str(row))
         with tempfile.TemporaryDirectory(dir=source.parent, prefix=".quantization.") as folder:

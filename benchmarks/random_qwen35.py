@@ -42,8 +42,6 @@ class Shape:
 
 SHAPES = {
     "0.8B": Shape(dim=1024, hidden=3584, layers=24, heads=8, kv_heads=2, value_heads=16),
-    # A transformer with as many weights.
-    "plain-0.8B": Shape(dim=1024, hidden=3584, layers=24, heads=12, kv_heads=1, value_heads=16, interval=1),
     "2B": Shape(dim=2048, hidden=6144, layers=24, heads=8, kv_heads=2, value_heads=16),
     "4B": Shape(dim=2560, hidden=9216, layers=32, heads=16, kv_heads=4, value_heads=32),
     # Experts as in Qwen3.5-35B-A3B, but fewer of them in fewer layers; and a dense model of the same active bytes.

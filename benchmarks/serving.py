@@ -10,7 +10,6 @@ cores. Read down: Stream (a request), the server's counters, what is measured, t
                 the first request to the last token
   step          the time of a step of 8 rows: in the engine alone (generate.py), and in the server
                 (from /metrics)
-  HTTP CPU      CPU seconds of the HTTP process per token
   short beside  the time to the first token of a short prompt that comes while a long prompt is being
                 read, beside the time of one chunk of the long prompt
   second turn   the time to the first token of a prompt of which all but 20 tokens are in the cache,
@@ -20,7 +19,6 @@ cores. Read down: Stream (a request), the server's counters, what is measured, t
 import asyncio
 import itertools
 import json
-import os
 import random
 import re
 import time
@@ -142,14 +140,6 @@ def metrics(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def cpu_seconds(pid: int) -> float:
-    """The CPU time of the HTTP process, which is a child of the server process."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    child = next(i for i in children if "spawn_main" in Path(f"/proc/{i}/cmdline").read_text())
-    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 # ---------------------------------------------------------------- what is measured
 
 
@@ -188,19 +178,15 @@ def run_peer(port: int, prompts: Prompts, count: int, prompt: int, new: int) -> 
     return throughput(port, prompts.streams(count, prompt, new))
 
 
-def ours(port: int, pid: int, streams: list[Stream]) -> dict:
+def ours(port: int, streams: list[Stream]) -> dict:
     """The throughput of our server, with its own counters. They count steps that read prompts, too."""
     before = metrics(port)
-    cpu_before = cpu_seconds(pid)
     found = throughput(port, streams)
     after = metrics(port)
-    cpu_s = cpu_seconds(pid) - cpu_before
-
     steps = after["step_seconds_count"] - before["step_seconds_count"]
     found["step_s"] = (after["step_seconds_sum"] - before["step_seconds_sum"]) / steps
     gaps = [b - a for stream in streams for a, b in itertools.pairwise(stream.times)]
     found["between_tokens_s"] = median(gaps)
-    found["http_cpu_s_per_token"] = cpu_s / sum(stream.new_tokens for stream in streams)
     return found
 
 
@@ -225,7 +211,7 @@ def second_turn(port: int, prompts: Prompts, history: int) -> dict:
     return {"reused_s": again.first_token_s, "new_s": new.first_token_s}
 
 
-def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) -> dict:
+def measure_servers(args, directory: Path, ports: dict[str, int]) -> dict:
     prompts = Prompts(open_checkpoint(str(directory)).config.vocab_size - 1)
     prompt = args.prompt_tokens
     new = args.new_tokens
@@ -234,8 +220,8 @@ def measure_servers(args, directory: Path, ports: dict[str, int], our_pid: int) 
     port = ports["fastpath"]
     contestants = {
         "engine": lambda: run_generate(ROOT, flags, prompt, new, STREAMS),
-        "fastpath 1": lambda: ours(port, our_pid, prompts.streams(1, prompt, new)),
-        f"fastpath {STREAMS}": lambda: ours(port, our_pid, prompts.streams(STREAMS, prompt, new)),
+        "fastpath 1": lambda: ours(port, prompts.streams(1, prompt, new)),
+        f"fastpath {STREAMS}": lambda: ours(port, prompts.streams(STREAMS, prompt, new)),
         "short beside long": lambda: short_beside_long(port, prompts, long, args.prefill_chunk),
         "second turn": lambda: second_turn(port, prompts, args.history),
     }
@@ -289,8 +275,8 @@ def main():
     out = args.out or ROOT / "benchmarks" / "results" / "serving.json"
     longest = max(args.long_prompt, args.history + 20, args.prompt_tokens + args.new_tokens)
     chunk = ["--prefill_chunk", args.prefill_chunk]
-    with all_servers(args, directory, out, STREAMS, longest + 64, chunk) as (ports, pid):
-        found = measure_servers(args, directory, ports, pid)
+    with all_servers(args, directory, out, STREAMS, longest + 64, chunk) as ports:
+        found = measure_servers(args, directory, ports)
 
     about = {"model": directory.name, "format": args.format}
     shape = ("prompt_tokens", "new_tokens", "long_prompt", "history", "prefill_chunk")

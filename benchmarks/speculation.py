@@ -5,12 +5,10 @@ checkpoint if they are not there (file: a GGUF file in its own format). A model 
 runs without the drafts that need them. Open prompts are questions and tasks; copying prompts ask for
 text or code of this repository to be repeated. Each prompt runs with plain decoding and with every
 draft, and the ratio of their decode rates is taken. over_plain is the median of these ratios over
-the prompts. predicted_over_plain is what the formula in speculative.py gives for the measured k, a,
-c and v, with the plain steps counted as well. same_text counts the prompts whose tokens equal those
-of plain decoding: with our kernels, these are all prompts.
+the prompts. same_text counts the prompts whose tokens equal those of plain decoding: with our
+kernels, these are all prompts.
 """
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,9 +20,8 @@ from measure import FORMATS, ROOT, column, quantized
 from checkpoint import Checkpoint
 from cli import UserError, print_status, run_command
 from compile import compiled_steps
-from drafts.controller import expected_tokens
 from drafts.draft import MAX_K
-from drafts.draft_model import DraftVocabulary, ModelDraft, SelfDraft, output_head_rows
+from drafts.draft_model import DraftVocabulary, SelfDraft, output_head_rows
 from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
@@ -77,8 +74,7 @@ def run_prompt(engine: Engine, prompts: Iterator, new_tokens: int) -> dict:
     request = Request(next(prompts), measure.GREEDY, new_tokens)
     generate(engine, [request])
     decode_s = engine.timing.decode_s
-    n = engine.timing.decode_tokens
-    return {"rate": n / decode_s, "tokens": request.new_tokens, "decode_s": decode_s, "count": n}
+    return {"rate": engine.timing.decode_tokens / decode_s, "tokens": request.new_tokens, "decode_s": decode_s}
 
 
 def warm_up(engine: Engine, prompt: list[int], new_tokens: int):
@@ -88,21 +84,6 @@ def warm_up(engine: Engine, prompt: list[int], new_tokens: int):
     engine.threads.forget()
     run_prompt(engine, iter([prompt]), new_tokens)
     engine.decoding.report = Report()
-
-
-def formula(report: Report, plain_s: float) -> dict:
-    """The acceptance rate a, the costs c and v in plain steps, and the speedup that docs/speculation.md derives."""
-    if report.steps == 0:
-        return {"predicted_over_plain": 1.0}
-    k = report.proposed / report.steps
-    a = sum(report.accepted) / sum(report.verified)
-    c = report.draft_s / report.proposed / plain_s
-    verify_s = max(0.0, report.target_s - report.plain_steps * plain_s)
-    v = verify_s / report.steps / plain_s
-
-    tokens = report.steps * expected_tokens(min(a, 0.9999), k) + report.plain_steps
-    predicted = tokens / (report.steps * (k * c + v) + report.plain_steps)
-    return {"k": k, "a": a, "c": c, "v": v, "predicted_over_plain": predicted}
 
 
 def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]], new_tokens: int) -> list[dict]:
@@ -123,7 +104,6 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
     rounds = measure.take_turns(turns, len(prompts), warm_up=0)
 
     plain = rounds["plain"]
-    plain_s = sum(column(plain, "decode_s")) / sum(column(plain, "count"))
     rows = []
     for name, mine in rounds.items():
         rates = column(mine, "rate")
@@ -133,7 +113,7 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
         if name in drafts:
             report = engines[name].decoding.report
             numbers = report.numbers(sum(column(mine, "decode_s")))
-            row |= numbers.pop("speculation") | numbers | formula(report, plain_s)
+            row |= numbers.pop("speculation") | numbers
         rows.append(row)
     return rows
 
@@ -141,7 +121,7 @@ def compare(model, steps: StepFunctions, drafts: dict, prompts: list[list[int]],
 # ---------------------------------------------------------------- all models
 
 
-def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) -> dict:
+def make_drafts(model, heads, four) -> dict:
     """The drafts to compare for a model, as `compare` takes them.
 
     heads: a file of Medusa heads, or None. four: the model in 4 bits, or None.
@@ -150,23 +130,22 @@ def make_drafts(model, heads, four, distilled: Path | None, answers: list[int]) 
     def medusa():
         return MedusaDraft(install_kernels(make_heads(heads, model)))
 
-    def vocabulary_of(head):
-        if heads is None:
-            return None
-        return install_kernels(DraftVocabulary(heads.vocabulary, output_head_rows(head, heads.vocabulary)))
+    def in_4_bits():
+        vocabulary = None
+        if heads is not None:
+            rows = output_head_rows(model, heads.vocabulary)
+            vocabulary = install_kernels(DraftVocabulary(heads.vocabulary, rows))
+        return SelfDraft(four, vocabulary)
 
     drafts = {"prompt-lookup, auto": ([RetrievalDraft()], None)}
-    best = [RetrievalDraft([answers] if answers else [])]
+    best = [RetrievalDraft()]
     if heads:
         drafts["medusa, 3"] = ([medusa()], 3)
         drafts["medusa, auto"] = ([medusa()], None)
         best.append(medusa())
-    if distilled is not None:
-        draft = load_model(distilled)
-        drafts["distilled, auto"] = ([ModelDraft(draft, vocabulary_of(draft))], None)
     if four is not None:
-        drafts["int4-self, auto"] = ([SelfDraft(four, vocabulary_of(model))], None)
-        best.append(SelfDraft(four, vocabulary_of(model)))
+        drafts["int4-self, auto"] = ([in_4_bits()], None)
+        best.append(in_4_bits())
     if len(best) > 1:
         drafts["all, auto"] = (best, None)
     return drafts
@@ -179,19 +158,11 @@ def in_four_bits(source: Checkpoint, directory: Path):
     return install_kernels(quantize_model(load_model(directory, kernels="torch"), Quantization("int4", 32, "int8")))
 
 
-def read_answers(path: Path) -> list[int]:
-    """The token ids of all answers in a file of training/self_text.py."""
-    lines = path.read_text().splitlines()
-    return [token for line in lines for token in json.loads(line)["new"]]
-
-
 def main():
     parser = measure.make_parser(__doc__, {"--prompts": 20, "--new_tokens": 128})
     add = parser.add_argument
     add("--formats", nargs="+", choices=measure.WITH_FILE, default=list(FORMATS), help="of the weights (all but file)")
     add("--eager", action="store_true", help="do not compile")
-    add("--distilled", type=Path, help="a draft of training/distill.py, quantized to int8")
-    add("--answers", type=Path, help="a file of training/self_text.py, in which lookup searches")
     args = parser.parse_args()
 
     source = open_checkpoint(args.checkpoint_path)
@@ -201,7 +172,6 @@ def main():
     for kind, texts in {"open": OPEN_PROMPTS, "copying": copying_prompts()}.items():
         chats = [[{"role": "user", "content": text}] for text in texts[: args.prompts]]
         prompts[kind] = [template.encode(chat) for chat in chats]
-    answers = read_answers(args.answers) if args.answers else []
 
     rows = []
     for format in args.formats:
@@ -214,13 +184,12 @@ def main():
             heads = None  # they were trained for another model
         for kind, ids in prompts.items():
             print_status(f"{format}, {kind} prompts")
-            drafts = make_drafts(model, heads, four, args.distilled, answers)
+            drafts = make_drafts(model, heads, four)
             compared = compare(model, steps, drafts, ids, args.new_tokens)
             rows += [{"target": format, "prompts": kind} | row for row in compared]
 
     columns = {"target": "", "prompts": "", "draft": "", "tokens_per_s": ".0f"}
-    ratios = ("over_plain", "over_plain_spread", "predicted_over_plain", "mean_accepted_tokens")
-    ratios += ("mean_proposed_tokens", "acceptance_by_place", "a", "c", "v")
+    ratios = ("over_plain", "over_plain_spread", "mean_accepted_tokens", "mean_proposed_tokens", "acceptance_by_place")
     columns |= dict.fromkeys(ratios, ".2f")
     measure.print_table(rows, columns | {"same_text": "", "of": ""})
     about = {"model": source.name, "new_tokens": args.new_tokens, "rows": rows}

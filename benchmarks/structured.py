@@ -88,7 +88,7 @@ def main():
     prompts = Prompts(open_checkpoint(str(directory)).config.vocab_size - 1)
     numbers = itertools.count()
     length = args.prompt_tokens + args.new_tokens + 64
-    with measure.all_servers(args, directory, out, STREAMS, length) as (ports, _):
+    with measure.all_servers(args, directory, out, STREAMS, length) as ports:
         contestants = {}
         for (name, port), n in itertools.product(ports.items(), (1, STREAMS)):
             streams = partial(prompts.streams, n, args.prompt_tokens, args.new_tokens)

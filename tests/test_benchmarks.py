@@ -16,16 +16,13 @@ from conftest import ROOT, random_prompts
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import batching_picture
 import decode
-import hybrid_memory
 import measure
 import speculation
 
 from cli import UserError
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, EngineOptions, StepFunctions
-from load import load_model
+from engine import StepFunctions
 
 pytestmark = pytest.mark.slow
 
@@ -111,13 +108,16 @@ def test_prefill_leaves_the_first_sample_out(tmp_path, capsys):
     assert "2 graphs were compiled while it was measured" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["decode", "ladder"])
+CHARTS = ["decode_cpu", "ladder_cpu", "speculation_cpu", "draft_layer_cpu", "experts_cpu", "ramp"]
+
+
+@pytest.mark.parametrize("name", CHARTS)
 def test_charts_are_drawn_from_the_measurements_that_there_are(name, tmp_path):
     pytest.importorskip("matplotlib")
     import charts
 
     path = tmp_path / f"{name}.json"
-    shutil.copy(ROOT / "benchmarks" / "results" / f"{name}_cpu.json", path)
+    shutil.copy(ROOT / "benchmarks" / "results" / f"{name}.json", path)
     charts.draw(path)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -190,45 +190,6 @@ def test_formats_in_names():
     assert {name: measure.weight_bits(name) for name in bits} == bits
 
 
-@pytest.mark.full
-def test_first_runs(python, tiny, tmp_path):
-    """Each prompt runs in fresh processes, with and without prompt lookup, and gives the same tokens."""
-    arguments = ["--prompts", 1, "--new_tokens", 8, "--rows", 2]
-    result, _ = run_benchmark(python, "first_run.py", tmp_path / "out.json", *arguments)
-    assert [row["prompts"] for row in result["runs"]] == ["open", "copying"]
-    for row, summary in zip(result["runs"], result["summary"], strict=True):
-        assert row["same_tokens"] and summary["same_tokens"] and row["plain"] > 0
-        assert summary["least"] == summary["most"] == row["over_plain"]
-
-
-@pytest.mark.full
-def test_conversations_with_and_without_lookup(python, tmp_path):
-    arguments = ["--rounds", 1, "--conversations", 3, "--turns", 2, "--new_tokens", 5]
-    result, _ = run_benchmark(python, "conversations.py", tmp_path / "out.json", *arguments)
-    assert [row["conversations"] for row in result["rows"]] == ["open", "copying", "both"]
-    for row in result["rows"]:
-        assert row["same_texts"] and row["plain"] > 0 and row["least"] == row["over_plain"] > 0
-
-
-@pytest.mark.slow
-def test_what_a_step_costs(python, tiny, tmp_path):
-    """Ratios are computed in each round, and their medians are reported."""
-    arguments = ["--checkpoint_path", tiny("llama-mha")[2], "--formats", "bf16", "--context", 90, "--cache", 140]
-    arguments += ["--rounds", 3, "--rows", 1, 3, "--eager"]
-    result, done = run_benchmark(python, "step.py", tmp_path / "out.json", *arguments)
-    found = result["bf16"]
-    rounds = found["rounds"]
-    assert len(rounds) == 3 and found["cache"] == median(t["short, long cache"] / t["short"] for t in rounds)
-    assert found["extra_kv_bytes"] == 2 * 2 * 6 * 10 * 2 * (90 - 20)  # 2 layers, 6 heads of width 10
-    growth = median((t["long"] - t["short, long cache"]) / t["short, long cache"] for t in rounds)
-    assert found["context"] == pytest.approx(growth * found["weight_bytes"] / found["extra_kv_bytes"])
-    assert f"{found['step_s']:.5f}" in done.stdout
-    products = {(row["name"], row["rows"]): row for row in result["products"]}
-    assert products.keys() == {(f"{who} bf16", n) for who in ("torch", "ours") for n in (1, 3)}
-    assert found["products_s"] == products["ours bf16", 1]["seconds"]
-    assert products["torch bf16", 1]["over_torch"] == 1
-
-
 def test_what_speculation_gains(tiny_model):
     """Every draft sees every prompt once, after a warm-up that does not count, and finds the tokens of plain steps."""
     prompts, drafts = random_prompts([9, 14, 11]), {"lookup": ([RetrievalDraft()], 3)}
@@ -240,7 +201,7 @@ def test_what_speculation_gains(tiny_model):
         assert row["over_plain"] == median(a / b for a, b in zip(row["rates"], plain["rates"]))
     # All tokens but the first of each prompt are the model's passes' own or proposed ones that were accepted.
     assert lookup["steps"] + lookup["plain_steps"] <= 3 * 23
-    assert lookup["predicted_over_plain"] > 0 and "mean_accepted_tokens" not in plain
+    assert "mean_accepted_tokens" in lookup and "mean_accepted_tokens" not in plain
 
 
 @pytest.mark.full
@@ -333,19 +294,18 @@ def test_the_load_test(python, tmp_path, checkpoints):
     others = ["--checkpoint_path", checkpoints[None], "--format", "bf16", "--gguf", "tiny.gguf"]
     others += ["--llama_server", llama_server(tmp_path, checkpoints[None])]
     result, done = run_benchmark(python, "load_test.py", tmp_path / "out.json", *sizes, *others)
-    assert result["servers"].keys() == result["overload"].keys() == {"fastpath", "llama.cpp"}
-    for name, (few, many) in result["servers"].items():
+    assert result["servers"].keys() == {"fastpath", "llama.cpp"}
+    for few, many in result["servers"].values():
         assert (few["users"], many["users"]) == (2, 60) and few["failures"] == many["failures"] == 0, done.stderr
         assert few["refusals"] == 0 < many["refusals"] and few["refusal_p99_s"] is None
         assert many["refused_share"] == many["refusals"] / (many["refusals"] + many["answers"])
-        assert many["refusal_p99_s"] > 0 and result["overload"][name]["refuses_from"] == 60
+        assert many["refusal_p99_s"] > 0
         for row in (few, many):
             assert 4 * row["answers_per_s"] == row["answers"] > 0
             assert 2 <= row["tokens_per_s"] / row["answers_per_s"] <= 30  # tokens of each
             assert 0 < row["first_token_p50_s"] <= row["first_token_p95_s"]
             assert 0 < row["later_token_p50_s"] <= row["later_token_p95_s"]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json", "out.png"]
+    assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json"]
 
 
 class SometimesRefuses(BaseHTTPRequestHandler):
@@ -358,11 +318,10 @@ class SometimesRefuses(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
         refuses, status, headers = len(self.server.asked) % 3 == 0, 200, {}
-        data = json.dumps({"generated_text": "a"})
         if refuses:
             status, headers, data = 429, {"Retry-After": "1"}, json.dumps({"error": {}})
             self.server.refused.append(body)
-        elif "stream" in body:
+        else:
             events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}]
             data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self.send_response(status)
@@ -372,9 +331,9 @@ class SometimesRefuses(BaseHTTPRequestHandler):
         self.wfile.write(data.encode())
 
 
-def locust(port, *arguments):
+def locust(port):
     """Run the users of load_test.py for 3 seconds; (method, name) -> what locust counted."""
-    command = [sys.executable, "-m", "locust", "-f", ROOT / "benchmarks" / "load_test.py", *arguments]
+    command = [sys.executable, "-m", "locust", "-f", ROOT / "benchmarks" / "load_test.py"]
     command += ["--host", f"http://127.0.0.1:{port}", "--headless", "-u", 4, "-r", 4, "-t", 3, "-s", 9, "--json"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -394,38 +353,7 @@ def test_refusals_are_no_failures():
     assert all(row["num_failures"] == 0 for row in rows.values())
     assert counts["refused"] == len(server.refused)
     assert counts["/v1/completions"] == len(server.asked) - len(server.refused)
-    streamed = [body for body in server.asked if "stream" in body]
-    answered = len(streamed) - sum("stream" in body for body in server.refused)
-    assert counts["time to first token"] == counts["time per later token"] == answered
     assert len(server.refused) <= 4 * 4  # each of 4 users can be refused once a second
-    story = [body for body in server.asked if "stream" not in body]
-    assert {body.get("top_p") for body in story} == {None, 0.9} and {body["max_tokens"] for body in story} == {20}
-    lengths = [body["max_tokens"] for body in streamed]
+    assert {body.get("top_p") for body in server.asked} == {None, 0.9}
+    lengths = [body["max_tokens"] for body in server.asked]
     assert min(lengths) >= 2 and max(lengths) <= 200 and len(set(lengths)) > 3
-
-
-@pytest.mark.full
-def test_the_users_of_the_story(tmp_path, checkpoints):
-    """They get all of their answers from our server."""
-    port = measure.free_port()
-    command = [sys.executable, ROOT / "serve.py", "--port", port, "--checkpoint_path", checkpoints[None]]
-    with measure.server(command, tmp_path / "log", port):
-        [row] = locust(port, "StoryUser").values()
-    assert row["name"] == "/v1/completions" and row["num_requests"] > 0 and row["num_failures"] == 0
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_hybrid_model():
-    assert hybrid_memory.measure() == json.loads(hybrid_memory.RESULT.read_text())
-
-
-def test_the_picture_of_continuous_batching(default_checkpoint, tmp_path):
-    """Every request gets its tokens, and no step reads more than a chunk."""
-    options = EngineOptions(batching_picture.CHUNK, always_chunk=True)
-    engine = Engine(load_model(default_checkpoint), batching_picture.ROWS, 64, options=options)
-    cells = batching_picture.run(engine)
-    for name, (_, prompt, new) in batching_picture.ARRIVALS.items():
-        mine = [cell for cell in cells if cell.name == name]
-        assert (sum(cell.read for cell in mine), sum(cell.written for cell in mine)) == (prompt, new)
-    for step in range(batching_picture.STEPS):
-        assert sum(cell.read for cell in cells if cell.step == step) <= batching_picture.CHUNK

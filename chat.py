@@ -44,6 +44,7 @@ What you type is kept in ~/.local/state/fastpath/history.jsonl (or $XDG_STATE_HO
 ENDS = ("/bye", "/exit", "/quit")
 WITH_TEXT = ("/set", "/system", "/save", "/load")  # the commands that take a text
 COMMANDS = ("/reset", "/regenerate", "/thoughts", "/stats", "/help", *WITH_TEXT, *ENDS)
+ALIASES = {"/?": "/help", "/clear": "/reset"}  # as other programs call them
 SETTINGS = (*RANGES, "max_new_tokens", "system")  # what /set changes
 QUOTES = '"""'
 HISTORY_LINES = 1000
@@ -480,7 +481,7 @@ def chat(session: Session, first: Iterable[str] = ()):
                 return
             word = next(iter(text.split()), "")
             rest = text.strip()[len(word) :].strip()
-            command = word.lower()
+            command = ALIASES.get(word.lower(), word.lower())
             if command in ENDS and not rest and "\n" not in text:
                 return
 

@@ -698,11 +698,19 @@ class Engine:
 
 
 def generate(engine: Engine, requests: Iterable[Request]):
-    """Run requests until all have finished, as many at a time as the engine has rows."""
-    for request in requests:
-        engine.add(request)
-    while engine.has_requests:
-        engine.step()
+    """Run requests until all have finished, as many at a time as the engine has rows. If a step fails, or
+    Ctrl-C interrupts it, none of them is left in the engine."""
+    added = []
+    try:
+        for request in requests:
+            engine.add(request)
+            added.append(request)
+        while engine.has_requests:
+            engine.step()
+    except BaseException:
+        for request in added:
+            engine.cancel(request)
+        raise
 
 
 def read_with_progress(engine: Engine, requests: list[Request]):

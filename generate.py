@@ -186,7 +186,10 @@ def read_texts(args) -> list[str]:
     elif args.piped:
         texts = [f"{text}\n\n{args.piped}" for text in texts] or [args.piped]
     texts += args.lines
-    return texts if texts or args.prompt_ids or args.synthetic_prompt else ["Hello, my name is"]
+    if texts or args.prompt_ids or args.synthetic_prompt:
+        return texts
+    print_status("no prompt was given: --chat --prompt TEXT asks a chat model, and --interactive talks to it", dim=True)
+    return ["Hello, my name is"]
 
 
 def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) -> list[list[int]]:

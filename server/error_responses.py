@@ -102,7 +102,7 @@ class OutermostApp:
             is_poll = (
                 scope["path"] in ("/health", "/metrics") or (b"sec-fetch-site", b"same-origin") in scope["headers"]
             )
-            if numbers or not is_poll or status != 200:
+            if numbers or not is_poll or status not in (200, 503):
                 self.log(
                     f"{scope['request_id']} {scope['method']} {printable(scope['raw_path'].decode())} {status}{numbers}"
                 )

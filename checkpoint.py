@@ -6,7 +6,6 @@ files of sources/ read GGUF files and Hugging Face directories, and writer.py wr
 directories.
 """
 
-import json
 import math
 import os
 import re
@@ -305,31 +304,17 @@ def with_tuples(fields: dict) -> dict:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
-def safetensors_header(path: Path) -> dict[str, dict]:
-    """name -> {dtype, shape, data_offsets} of a safetensors file.
-
-    If the file is truncated, a UserError names the tensor.
-    """
+def safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """name -> (shape, dtype) of the tensors of a safetensors file, such as ((3, 5), "BF16")."""
     check_is_file(path)
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > size - 8:
-                raise ValueError("the header is cut short")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            end = 8 + length + entry["data_offsets"][1]
-            if end > size:
-                ends = f"tensor {name} ends at byte {end:,}, the file at {size:,}"
-                raise UserError(f"{path} is truncated: {ends}")
-        with safe_open(path, "pt"):  # the library's own checks: overlaps, holes, dtypes
-            return header
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is truncated, or not a readable safetensors file: {error}") from None
 
 
 class SafetensorsReader:
@@ -366,63 +351,49 @@ class SafetensorsReader:
         self.mapped = 0
 
 
-def weight_files(directory: Path) -> dict[str, Path]:
-    """tensor name -> the safetensors file that holds it: model.safetensors, or else a shard.
+def weight_paths(directory: Path, whole: str = "model.safetensors") -> list[Path]:
+    """The files that hold a directory's tensors: the one named `whole`, or else the shards of its index.
 
-    If model.safetensors and an index of shards are both there, the index belongs to an older model:
-    save_pretrained does not delete it, and transformers ignores it.
+    If both are there, the index belongs to an older model: save_pretrained does not delete it, and
+    transformers ignores it.
     """
-    index = directory / INDEX
-    whole = directory / "model.safetensors"
-    if whole.exists() or not index.exists():
-        return dict.fromkeys(safetensors_header(whole), whole)
-
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index} has no weight_map")
-    found = {}
-    for path in sorted({directory / str(name) for name in weight_map.values()}):
+    index = directory / f"{whole}.index.json"
+    if (directory / whole).exists() or not index.exists():
+        return [directory / whole]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
+        raise UserError(f"{index}: weight_map does not say which file of this directory holds each tensor")
+    paths = sorted({directory / name for name in names.values()})
+    for path in paths:
         if not path.exists():
-            raise UserError(f"{path} is missing, though {INDEX} names it")
-        names = safetensors_header(path)
-        if twice := sorted(found.keys() & names.keys()):
-            places = f"{found[twice[0]].name} and {path.name}"
-            raise UserError(f"{directory} holds tensor {twice[0]} twice: in {places}")
-        found |= dict.fromkeys(names, path)
-    if missing := sorted(weight_map.keys() - found.keys()):
-        raise UserError(f"{directory} lacks tensor {missing[0]}, which {INDEX} names")
-    return {name: found[name] for name in weight_map}
+            raise UserError(f"{path} is missing, though {index.name} names it")
+    return paths
 
 
 def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, Path]:
-    """`weight_files` of a directory, after checking that they hold exactly the expected tensors.
+    """tensor name -> file, after checking that a directory holds exactly the expected tensors.
 
     expected: tensors on the meta device. For float32, every floating-point dtype is allowed.
     """
-    files = weight_files(directory)
-    if not can_draft():
-        files = {name: path for name, path in files.items() if not name.startswith(DRAFT_LAYER)}
-    if missing := sorted(expected.keys() - files.keys()):
-        raise UserError(f"{directory} lacks tensor {and_more(missing)}")
-    if unknown := sorted(files.keys() - expected.keys()):
-        path = files[unknown[0]]
-        raise UserError(f"{path} holds tensor {unknown[0]}, which the model of config.json does not have")
-
-    for path in dict.fromkeys(files.values()):
-        for name, entry in safetensors_header(path).items():
-            if name not in files:
+    files = {}
+    for path in weight_paths(directory):
+        for name, (shape, dtype) in safetensors_header(path).items():
+            if name.startswith(DRAFT_LAYER) and not can_draft():
                 continue
-            shape = tuple(entry["shape"])
+            if name not in expected:
+                raise UserError(f"{path} holds tensor {name}, which the model of config.json does not have")
+            files[name] = path
             right_shape = tuple(expected[name].shape)
             if shape != right_shape:
                 raise UserError(f"{path}: {name} is {shape}, but by config.json it should be {right_shape}")
-            dtype = entry["dtype"]
             allowed = [SAFETENSORS_NAMES[expected[name].dtype]]
             if expected[name].dtype == torch.float32:
                 allowed = list(FLOATS.values())
             if dtype not in allowed:
                 right = " or ".join(allowed)
                 raise UserError(f"{path}: {name} is {dtype}, but by config.json it should be {right}")
+    if missing := sorted(expected.keys() - files.keys()):
+        raise UserError(f"{directory} lacks tensor {and_more(missing)}")
     return files
 
 

@@ -17,15 +17,12 @@ from sources.opening import open_named
 from writer import Writer, check_target, print_written
 
 
-def convert(source: Checkpoint, out: Path, dtype: torch.dtype, replace: bool = True) -> Path:
-    """Write a source as a checkpoint directory with weights in dtype.
-
-    In the end, `out` is complete or does not exist.
-    replace: whether a checkpoint that is at `out` by then is replaced; otherwise it is kept.
-    """
+def convert(source: Checkpoint, out: Path, dtype: torch.dtype) -> Path:
+    """Write a source as a checkpoint directory with weights in dtype, which is complete or does not
+    exist in the end."""
     total = total_weight_bytes(source.config, dtype, source.quantization)
     title = f"converting {source.name}"
-    with Writer(out, total, replace) as writer, progress_bar(total, title, "B") as bar:
+    with Writer(out, total) as writer, progress_bar(total, title, "B") as bar:
         weights = source.open_weights()
         for name, expected in source.empty_model().state_dict().items():
             tensor = weights.read(name)

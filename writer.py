@@ -24,8 +24,6 @@ from tokenizer import TEMPLATE, TOOL_TEMPLATE, TokenizerFiles
 
 SHARD_BYTES = 5_000_000_000
 ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is assumed dead
-# A target that is not a checkpoint is refused if it still is not one after this many checks, 50 ms apart.
-TARGET_CHECKS = 10
 
 
 class ShardFile:
@@ -76,12 +74,10 @@ class Writer:
     one, and none is kept in memory.
     """
 
-    def __init__(self, target: Path, expected_bytes: int = 0, replace: bool = True):
-        """expected_bytes: the size of all tensors. If the disk has less free space, nothing is written.
-        replace: whether a checkpoint that is at the target in the end is replaced, or kept."""
+    def __init__(self, target: Path, expected_bytes: int = 0):
+        """expected_bytes: the size of all tensors. If the disk has less free space, nothing is written."""
         self.target = Path(target).resolve()  # turns `.` into a name and follows links
         self.expected_bytes = expected_bytes
-        self.replace = replace
         # Processes on other machines and in other containers may write beside us, so that a process
         # id would not be unique.
         token = secrets.token_hex(8)
@@ -91,32 +87,19 @@ class Writer:
         self.shards: list[ShardFile] = []  # only the last one is open
 
     def __enter__(self):
-        try:
-            self._begin()
-        except BaseException:  # Ctrl-C as well
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
-        return self
-
-    def _begin(self):
-        for _ in range(TARGET_CHECKS):
-            if not os.path.lexists(self.target) or is_replaceable(self.target):
-                break
-            time.sleep(0.05)  # another writer may be moving its directory here
-        else:
-            raise UserError(f"{self.target} exists and is not a checkpoint directory; name another with --out")
-
+        check_target(self.target)
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(self.target)
+            free = shutil.disk_usage(self.target.parent).free
+            if free < self.expected_bytes:
+                need = f"{self.expected_bytes / 1e9:.2f} GB"
+                has = f"{self.target.parent} has {free / 1e9:.2f} GB free"
+                raise UserError(f"{has}, but the checkpoint needs {need}")
             self.path.mkdir()
-            free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
-        if free < self.expected_bytes:
-            need = f"{self.expected_bytes / 1e9:.2f} GB"
-            has = f"{self.target.parent} has {free / 1e9:.2f} GB free"
-            raise UserError(f"{has}, but the checkpoint needs {need}")
+        return self
 
     def add(self, name: str, tensor: torch.Tensor):
         """Write one tensor, into a new shard if the last one has no room for it."""
@@ -187,27 +170,14 @@ class Writer:
             (self.path / f"shard-{i + 1}").rename(self.path / name)
 
     def _move_to_target(self):
-        """Rename our directory to the target.
-
-        Other writers may change the target between any two of these calls.
-        """
+        """Rename our directory to the target."""
         try:
-            while True:
-                try:
-                    self.path.rename(self.target)  # fails unless nothing or an empty directory is there
-                    return
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                        raise
-                    if not self.replace:
-                        return
-                    shutil.rmtree(self.old, ignore_errors=True)
-                    with suppress(FileNotFoundError):
-                        self.target.rename(self.old)
+            if self.target.exists():
+                self.target.rename(self.old)
+            self.path.rename(self.target)
         finally:
-            with suppress(OSError):
-                if self.old.exists() and not self.target.exists():  # interrupted between the two renames
-                    self.old.rename(self.target)
+            if self.old.exists() and not self.target.exists():  # interrupted between the two renames
+                self.old.rename(self.target)
             shutil.rmtree(self.old, ignore_errors=True)
 
 

@@ -227,7 +227,7 @@ def quantized(source: str | None, format: str) -> Path:
         return out
     print_status(f"writing {out.name}")
     if format == "bf16":
-        return convert(opened, out, BF16, replace=False)
+        return convert(opened, out, BF16)
     quantize_checkpoint(opened, out, Quantization(format, 32, "int8"))
     return out
 

@@ -95,10 +95,7 @@ class GgufFile:
         self.family = GGUF_FAMILIES[self.architecture]
         renamed = self.family.gguf_layout.renamed
         self.left_out = [name for name in self.infos if name.startswith(OTHER_TENSORS)]
-        own = [info for name, info in self.infos.items() if not name.startswith(OTHER_TENSORS)]
-        self.infos = {renamed(info.name): info for info in own}
-        if twice := [info.name for info in own if self.infos[renamed(info.name)] is not info]:
-            raise UserError(f"{path} holds tensor {twice[0]} a second time, under another name")
+        self.infos = {renamed(name): self.infos[name] for name in self.infos if not name.startswith(OTHER_TENSORS)}
 
     def open_part(self, path: Path) -> tuple[dict, dict[str, TensorInfo]]:
         """(metadata, tensors by name) of a file, which stays open."""
@@ -135,13 +132,7 @@ class GgufFile:
                 self.metadata = metadata
             if (metadata.get("split.no"), metadata.get("split.count")) != (number, count):
                 raise UserError(f"{path} is not number {number + 1} of {count} files of a model, as its name says")
-            if twice := self.infos.keys() & infos.keys():
-                raise UserError(f"{path}: tensor {min(twice)} is in another file of the model, too")
             self.infos |= infos
-
-        total = self.value("split.tensors.count", len(self.infos))
-        if total != len(self.infos):
-            raise UserError(f"{self.path} names {total} tensors, but its {count} files have {len(self.infos)}")
 
     def value(self, name: str, *default):
         """A field of the metadata, or its default. UserError if it is missing and has no default."""

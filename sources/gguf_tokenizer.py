@@ -97,16 +97,12 @@ def read_fields(path: Path, metadata: dict) -> dict:
         print_status(f"warning: {path}: {START}tokens has {short(twice)} twice; only the last one is used")
 
     for name in sorted(TOKEN_IDS & fields.keys()):
-        if type(fields[name]) is not int:
-            raise UserError(f"{path}: {START}{name} = {short(fields[name])} is not a token id")
-        if not 0 <= fields[name] < len(tokens):
-            value = fields.pop(name)
+        value = fields[name]
+        if type(value) is not int or not 0 <= value < len(tokens):
+            del fields[name]
             why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
-            print_status(f"warning: {path}: {START}{name} = {value} {why}")
+            print_status(f"warning: {path}: {START}{name} = {short(value)} {why}")
 
-    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
-        if type(fields.get(name, True)) not in (bool, int):
-            raise UserError(f"{path}: {START}{name} = {short(fields[name])} is neither true nor false")
     if fields.get("add_eos_token"):
         print_status(f"{path}: {START}add_eos_token is ignored: a prompt has no EOS token at its end")
 

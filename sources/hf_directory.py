@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import INDEX, SafetensorsReader, make_config, safetensors_header, weight_files
+from checkpoint import INDEX, SafetensorsReader, make_config, safetensors_header, weight_paths
 from cli import UserError, first_line, print_status, read_json
 from config import Config
 from sources.families import FAMILIES, Family, Layout
@@ -92,33 +92,12 @@ def open_tokenizer(directory: Path):
         raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
 
-def weight_paths(directory: Path) -> list[Path]:
-    """The files that hold a directory's tensors. UserError if one of them is missing.
-
-    As in transformers, they are the first of these that is there: model.safetensors, its shards,
-    pytorch_model.bin, its shards.
-    """
-    if (directory / INDEX).exists() or (directory / "model.safetensors").exists():
-        return list(dict.fromkeys(weight_files(directory).values()))
-    whole = directory / "pytorch_model.bin"
-    if whole.exists():
-        return [whole]
-    index = directory / "pytorch_model.bin.index.json"
-    if not index.exists():
-        raise UserError(f"{directory} has no model.safetensors, {INDEX} or pytorch_model.bin")
-
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(is_file_name, weight_map.values())):
-        raise UserError(f"{index}: weight_map does not say which file of this directory holds each tensor")
-    paths = sorted({directory / name for name in weight_map.values()})
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path} is missing")
-    return paths
-
-
-def is_file_name(value) -> bool:
-    return isinstance(value, str) and Path(value).name == value
+def hf_weight_paths(directory: Path) -> list[Path]:
+    """The files that hold a directory's tensors: safetensors, or else .bin files, as in transformers."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if (directory / whole).exists() or (directory / f"{whole}.index.json").exists():
+            return weight_paths(directory, whole)
+    raise UserError(f"{directory} has no model.safetensors, {INDEX} or pytorch_model.bin")
 
 
 class HfFiles:
@@ -134,7 +113,7 @@ class HfFiles:
     def __init__(self, directory: Path, layout: Layout):
         self.directory = directory
         self.layout = layout
-        self.paths = weight_paths(directory)
+        self.paths = hf_weight_paths(directory)
         # By a tensor's name: the file that holds it, and its name in the file.
         self.stored: dict[str, tuple[Path, str]] = {}
         # The open .bin files, each with the tensors that have not been read yet.
@@ -153,9 +132,9 @@ class HfFiles:
                 self.stored[name] = (path, stored_name)
         return found
 
-    def stored_shapes(self, path: Path) -> dict[str, list[int] | torch.Size]:
+    def stored_shapes(self, path: Path) -> dict[str, tuple[int, ...]]:
         if path.suffix == ".safetensors":
-            return {name: entry["shape"] for name, entry in safetensors_header(path).items()}
+            return {name: shape for name, (shape, _) in safetensors_header(path).items()}
         return {name: tensor.shape for name, tensor in self.open_bin(path).items()}
 
     def read(self, name: str, kind: str = "weight") -> torch.Tensor:

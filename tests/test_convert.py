@@ -539,13 +539,13 @@ def test_damaged_safetensors(hf, tmp_path):
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
     last = max((k for k in header if k != "__metadata__"), key=lambda name: header[name]["data_offsets"])
     for damaged, why in (
-        (whole[:-100], f"is truncated: tensor {last} ends at byte"),
-        (whole[:300], "not a readable safetensors file: the header is cut short"),
+        (whole[:-100], "is truncated, or not a readable safetensors file: .* not fully covered"),
+        (whole[:300], "not a readable safetensors file"),
         (b"", "not a readable safetensors file"),
         (os.urandom(4096), "not a readable safetensors file"),
         (whole[:8] + b"}" + whole[9:], "not a readable safetensors file"),
         *(
-            (with_header(header | {last: entry}), "not a readable safetensors file|is truncated")
+            (with_header(header | {last: entry}), "not a readable safetensors file")
             for entry in damaged_entries(header[last])
         ),
         (with_header(b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "not a readable safetensors file"),
@@ -586,7 +586,7 @@ def test_a_tensor_in_two_shards(tmp_path):
     first, *_, last = sorted((tmp_path / "hf").glob("model-*.safetensors"))
     name, tensor = next(iter(load_file(first).items()))
     save_file(load_file(last) | {name: 2 * tensor}, last, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"holds tensor {name} twice: in {first.name} and {last.name}"):
+    with pytest.raises(UserError, match=f"holds tensor {name} twice"):
         open_hf(tmp_path / "hf")
 
 

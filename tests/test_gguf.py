@@ -91,13 +91,6 @@ def test_the_header_equals_that_of_the_gguf_package(file, which):
     assert len(ours.infos) == len(reader.tensors)
 
 
-def test_long_headers_are_read_in_several_steps(file, monkeypatch):
-    expected = GgufFile(file)
-    monkeypatch.setattr(gguf_header, "FIRST_READ", 100)
-    found = GgufFile(file)
-    assert found.metadata == expected.metadata and found.infos == expected.infos
-
-
 # ---------------------------------------------------------------- split files
 
 
@@ -129,17 +122,7 @@ BROKEN_SPLITS = {
         "small-00002-of-00004.gguf is not a readable GGUF file",
     ),
     "one is truncated": (lambda paths: os.truncate(paths[3], paths[3].stat().st_size - 1), "truncated: tensor "),
-    "fewer tensors": (
-        lambda paths: paths[0].write_bytes(renamed_count(paths[0].read_bytes())),
-        "names 20 tensors, but its 4 files have 26",
-    ),
 }
-
-
-def renamed_count(raw):
-    """The first file of a split model with another number of tensors."""
-    at = raw.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
-    return raw[:at] + struct.pack("<I", 20) + raw[at + 4 :]
 
 
 @pytest.mark.parametrize("damage, why", BROKEN_SPLITS.values(), ids=BROKEN_SPLITS)
@@ -171,15 +154,16 @@ def edited(file, name, change):
 
 
 DAMAGES = {
-    "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is not a multiple of 32"),
-    "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "overlap"),
     "beyond the end": (
         lambda d, kind, offset: (d, kind, 1 << 40),
         "truncated: tensor blk.1.attn_q.weight ends at byte",
     ),
     "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
-    "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which is not a multiple of 256"),
-    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"has the shape \(9223372036854775808, 0\)"),
+    "ragged": (
+        lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset),
+        "not a multiple of blocks of 256",
+    ),
+    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"is \(9223372036854775808, 0\)"),
     "no type": (lambda d, kind, offset: (d, 77, offset), "blk.1.attn_q.weight has type 77, which is not known"),
 }
 
@@ -195,12 +179,11 @@ def test_other_broken_files_are_refused(file, tmp_path):
     raw, path = file.read_bytes(), tmp_path / "x.gguf"
     first, second = b"blk.0.attn_q.weight", b"blk.1.attn_q.weight"
     cases = {
-        "tensor blk.1.attn_q.weight is there twice": raw.replace(first, second, 1),
+        "lacks tensor blk.0.attn_q.weight": raw.replace(first, second, 1),
         "it does not begin with GGUF": raw[1000:],
         "version 99 is not known": raw[:4] + struct.pack("<I", 99) + raw[8:],
-        "the file ends in its header": raw[:500],
+        "truncated: its header ends neither in the file nor in 64 MB": raw[:500],
         "truncated: tensor .* ends at byte": raw[:-40000],
-        "the field general.architecture is there twice": raw[:16] + bytes([raw[16] + 1]) + raw[17:69] + raw[24:],
     }
     for why, data in cases.items():
         path.write_bytes(data)
@@ -212,7 +195,7 @@ def test_other_broken_files_are_refused(file, tmp_path):
         open_gguf(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match="it is a directory"):
+    with pytest.raises(UserError, match="it is not a regular file"):
         open_gguf(path)
     with pytest.raises(UserError, match="does not exist"):
         open_gguf(tmp_path / "missing.gguf")
@@ -412,7 +395,7 @@ def with_fields(file, **fields):
 
 
 @pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown"])
-@pytest.mark.parametrize("value", [700, 60000, 2**32 - 1, -1])
+@pytest.mark.parametrize("value", [700, 2**32 - 1, -1, "</s>", 1.0, [1]], ids=str)
 def test_an_id_outside_the_vocabulary_counts_as_absent(file, capsys, name, value):
     """With one line, also if texts are to begin with it. The file has 700 tokens; <|end|> is known by its name."""
     field = f"tokenizer.ggml.{name}_token_id"
@@ -420,22 +403,11 @@ def test_an_id_outside_the_vocabulary_counts_as_absent(file, capsys, name, value
     opened = with_fields(file, **{field: value, "tokenizer.ggml.add_bos_token": True})
     assert opened.tokenizer_files().settings == absent
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and f"{field} = {value} is not one of the ids of 700 tokens" in line
+    assert line.startswith("warning: ") and f"{field} = {value!r} is not one of the ids of 700 tokens" in line
     assert (absent["bos_token_id"], absent["add_bos_token"], absent["eos_token_ids"]) == (None, False, [1])
 
 
-@pytest.mark.parametrize("value", ["</s>", 1.0, True, [1], None], ids=str)
-def test_an_id_that_is_no_number_is_refused_by_name(file, value):
-    opened = GgufFile(file)
-    opened.metadata["tokenizer.ggml.eos_token_id"] = value
-    with pytest.raises(UserError, match=r"tokenizer.ggml.eos_token_id = .* is not a token id"):
-        opened.tokenizer_files()
-
-
-def test_flags_that_are_neither_true_nor_false_are_refused_and_eos_is_not_added(file, capsys):
-    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
-        with pytest.raises(UserError, match=f"tokenizer.ggml.{name} = 'false' is neither true nor false"):
-            with_fields(file, **{f"tokenizer.ggml.{name}": "false"}).tokenizer_files()
+def test_an_eos_token_is_not_added(file, capsys):
     fields = {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.add_bos_token": True}
     tokenizer = Tokenizer(with_fields(file, **fields, **{"tokenizer.ggml.bos_token_id": 0}).tokenizer_files())
     assert tokenizer.encode("x")[0] == 0 and len(tokenizer.encode("x")) == 2
@@ -648,14 +620,13 @@ def test_text_of_a_file_is_printed_as_one_short_line(file, capsys):
 
 
 def test_an_absurd_header_is_refused_at_once(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_header, "FIRST_READ", 1 << 16)
     monkeypatch.setattr(gguf_header, "LONGEST_HEADER", 1 << 18)
     endless = struct.pack("<QQ", 1 << 40, 0), struct.pack("<QQQ1sIIQ", 0, 1, 1, b"x", 9, 0, 1 << 30)  # tensors; a field
     for start in endless:
         with (tmp_path / "x.gguf").open("wb") as opened:
             opened.write(file.read_bytes()[:8] + start)
             opened.truncate(1 << 31)  # a sparse file
-        with pytest.raises(UserError, match="its header is longer than 0 MB"):
+        with pytest.raises(UserError, match="its header ends neither in the file nor in 0 MB"):
             open_gguf(tmp_path / "x.gguf")
 
 
@@ -769,15 +740,6 @@ def test_lists_may_have_zeros_where_no_layer_has_attention(tiny, byte_level, tmp
 def test_zeros_are_refused_where_every_layer_has_attention(file, name):
     with pytest.raises(UserError, match=rf"{name} = \[{LAYERED[name]}, 0\] differs by layer"):
         with_fields(file, **{f"qwen2.{name}": [LAYERED[name], 0]}).config()
-
-
-def test_one_tensor_under_two_names_is_refused(tiny, byte_level, tmp_path):
-    oracle = tiny("qwen35-grouped")[0]
-    own = model_tensors(oracle, "qwen35")
-    twice = {"blk.0.ssm_dt": own["blk.0.ssm_dt.bias"]}
-    write_gguf(tmp_path / "x.gguf", oracle, vocabulary(byte_level), tensors=twice)
-    with pytest.raises(UserError, match=r"holds tensor blk.0.ssm_dt(.bias)? a second time, under another name"):
-        open_gguf(tmp_path / "x.gguf")
 
 
 def test_heads_and_experts_in_another_order_are_refused(tiny, byte_level, tmp_path):

@@ -316,17 +316,16 @@ class Progress:
     """How much of some work is done: shown on stderr, on a terminal as a bar (tqdm), else as a line.
 
     unit: what is counted, as it is written after a number: "B" for bytes, " tokens", " steps".
-    initial: how much an earlier process has done. line_s: seconds between two lines that also give
-    the time left; None: the lines do not give it.
+    line_s: seconds between two lines that also give the time left; None: the lines do not give it.
     """
 
-    def __init__(self, total: int, description: str, unit: str, initial: int = 0, line_s: float | None = None):
+    def __init__(self, total: int, description: str, unit: str, line_s: float | None = None):
         self.total = total
         self.description = description
         self.unit = unit
-        self.initial = initial
+        self.initial = 0  # how much of n was done before
         self.line_s = line_s
-        self.n = initial  # how much is done
+        self.n = 0  # how much is done
         self.start = time.time()
         self.bar = None  # the tqdm bar, once it is shown
 
@@ -382,9 +381,7 @@ def size_text(nbytes: int) -> str:
 
 
 @contextmanager
-def progress_bar(
-    total: int, description: str, unit: str, delay: float = 0.0, initial: int = 0, line_s: float | None = None
-):
+def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, line_s: float | None = None):
     """A context manager that yields a Progress and shows it from a thread.
 
     So the bar also moves during a single long step. On a terminal it appears after `delay` seconds,
@@ -392,7 +389,7 @@ def progress_bar(
     every line_s seconds and gives the time left, or if line_s is None, a line without it is printed
     every LINE_S seconds.
     """
-    progress = Progress(total, description, unit, initial, line_s)
+    progress = Progress(total, description, unit, line_s)
     pause_s = line_s or LINE_S
     if sys.stderr.isatty():
         pause_s = REFRESH_S

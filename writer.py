@@ -42,9 +42,7 @@ class ShardFile:
         self.file.write(b" " * (8 + self.HEADER_BYTES))
 
     def has_room_for(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor may be added. The first tensor of a file always may."""
-        if not self.header:
-            return True
+        """Whether this tensor may be added. (The first tensor of a file always may.)"""
         return len(self.header) < self.MAX_TENSORS and self.size + tensor.nbytes <= SHARD_BYTES
 
     def add(self, name: str, tensor: torch.Tensor):

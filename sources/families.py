@@ -254,7 +254,6 @@ def experts(fields: Fields, layers: list[int], n_expert: int, n_active: int, **s
     n_expert, n_active: the defaults of the family. sizes: the other fields of Experts.
     """
     n_expert = fields.take("num_experts", fields.take("num_local_experts", n_expert))
-    check_copies(fields, num_experts=("num_local_experts",))
     n_active = fields.take("num_experts_per_tok", n_active)
     if not layers:
         return {"experts": None}
@@ -407,8 +406,6 @@ def lfm2_fields(fields: Fields) -> dict:
     found["norm_eps"] = float(fields.take("norm_eps", 1e-5))
     found["hidden_dim"] = lfm2_hidden_dim(fields)
     found["tied_embeddings"] = fields.take("tie_embedding", fields.take("tie_word_embeddings")) or False
-    check_copies(fields, hidden_size=("block_dim", "conv_dim", "conv_dim_out"))
-    check_copies(fields, num_attention_heads=("num_heads",), norm_eps=("block_norm_eps",))
 
     kinds = fields.take("layer_types", None)
     attending = fields.take("full_attn_idxs", None)
@@ -438,15 +435,6 @@ def lfm2_hidden_dim(fields: Fields) -> int:
     check_positive("block_ffn_dim_multiplier", multiplier)
     width = int(multiplier * int(2 * width / 3))
     return -(-width // multiple) * multiple
-
-
-def check_copies(fields: Fields, **copies):
-    """Refuse fields that differ from the field of which they are copies. transformers ignores them."""
-    for name, others in copies.items():
-        for other in others:
-            value = fields.take(other, None)
-            if value is not None and value != fields.take(name, value):
-                fields.refuse(other, f"is not equal to {name} = {fields.take(name)!r}")
 
 
 QWEN35 = {"qk_norm": True, "attention_gate": True, "float32_norms": True}

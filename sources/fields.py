@@ -19,14 +19,15 @@ HARMLESS = """
     attention_softmax_in_fp32 attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bias_dropout_fusion bos_token_id cache_implementation chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
+    block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
+    conv_dim conv_dim_out conv_use_xavier_init
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config label2id
     length_penalty masked_softmax_fusion max_length mamba_ssm_dtype max_sequence_length
     max_window_layers min_length model_max_length mtp_num_hidden_layers
     mtp_use_dedicated_embeddings n_inner no_repeat_ngram_size num_beam_groups num_beams
-    num_labels num_return_sequences offset_alibi output_attentions output_hidden_states
+    num_heads num_labels num_return_sequences offset_alibi output_attentions output_hidden_states
     output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
     router_aux_loss_coef router_jitter_noise sep_token_id skip_bias_add skip_bias_add_qkv slow_but_exact suppress_tokens

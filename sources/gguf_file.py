@@ -369,13 +369,9 @@ class GgufFile:
 
     def divisors(self, name: str) -> tuple[float, ...] | None:
         """A tensor of divisors of RoPE's frequencies, or None if the file does not have it."""
-        info = self.infos.get(name)
-        if info is None:
+        if name not in self.infos:
             return None
-        if info.type not in DENSE or len(info.shape) != 1:
-            kind = f"{info.type} {info.shape}"
-            raise UserError(f"{self.path}: {name} is {kind}, not a vector of floating-point numbers")
-        return tuple(self.read(name).float().tolist())
+        return tuple(self.read(name).flatten().tolist())
 
     def rope(self) -> tuple[RopeScaling | None, int]:
         """(scaling, longest context).
@@ -506,10 +502,7 @@ class GgufFile:
         others = [info for info in self.infos.values() if info.type not in known]
         if others:
             kinds = ", ".join(sorted({info.type for info in others}))
-            elements = sum(torch.Size(info.shape).numel() for info in others)
-            extra = 2 * elements - sum(info.nbytes for info in others)
-            why = f"{kinds} cannot be kept: dequantized, which takes {extra / 1e6:.1f} MB more"
-            print_status(f"{self.path}: {why}")
+            print_status(f"{self.path}: {kinds} cannot be kept: dequantized, which takes more memory")
 
     def tokenizer_files(self) -> TokenizerFiles:
         """The tokenizer and the chat template, from the metadata."""

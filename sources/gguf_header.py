@@ -22,7 +22,6 @@ STRING = 8
 ARRAY = 9
 # Bytes. No model has such a long header, and parsing a longer one would take minutes and gigabytes.
 LONGEST_HEADER = 1 << 26
-MOST_FILES = 1000  # the largest number of files of a split model
 SPLIT_NAME = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
@@ -191,7 +190,7 @@ def split_files(path: Path) -> list[Path]:
     """
     match = SPLIT_NAME.fullmatch(path.name)
     count = 0 if match is None else int(match["count"])
-    if not 1 <= count <= MOST_FILES:
+    if count == 0:
         return [path]
     return [path.with_name(f"{match['model']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
 

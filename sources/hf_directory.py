@@ -148,26 +148,19 @@ class HfFiles:
 
     def open_bin(self, path: Path) -> dict[str, torch.Tensor]:
         """Open a .bin file, and return all its tensors by their names in the file."""
-        if not can_map(path):
+        if not zipfile.is_zipfile(path):
             self.unread.clear()
         self.unread[path] = read_pickle(path)
         return self.unread[path]
 
 
-def can_map(path: Path) -> bool:
-    """Whether a .bin file can be mapped: a zip archive, as torch.save writes since version 1.6."""
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # torch.load then says what is wrong
-        return False
-
-
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin file, mapped if its format allows this. Code in the file is never run."""
+    """The tensors of a .bin file, mapped if it is a zip archive, as torch.save writes since version 1.6.
+    Code in the file is never run."""
     try:
         with warnings.catch_warnings():  # torch's warnings about unusual files do not help the user
             warnings.simplefilter("ignore")
-            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map(path))
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError:  # torch's own message suggests running the code anyway
         why = "it is damaged, or it would run code"
         raise UserError(f"{path} is not a plain file of tensors and was not loaded: {why}") from None

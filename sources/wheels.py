@@ -121,7 +121,7 @@ def download_wheel(requirement: str, wheel: Path, bar: Progress):
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of all files in a folder."""
+    """The bytes of all that is in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*"))
 
 

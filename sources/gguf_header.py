@@ -121,6 +121,8 @@ def parse(data: bytes, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]
     metadata = {}
     for _ in range(n_fields):
         name = parser.string()
+        if name in metadata:
+            raise ValueError(f"the field {name} is there twice")
         metadata[name] = parser.value(parser.number("I"))
     entries = [read_info(parser) for _ in range(n_tensors)]
 
@@ -128,7 +130,7 @@ def parse(data: bytes, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment {alignment!r} is not a power of two")
     begin = -(-parser.at // alignment) * alignment
-    return metadata, locate(entries, begin, size)
+    return metadata, locate(entries, begin, alignment, size)
 
 
 def read_info(parser: Parser) -> tuple[str, tuple[int, ...], int, int]:
@@ -138,8 +140,9 @@ def read_info(parser: Parser) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, parser.number("I"), parser.number("Q")
 
 
-def locate(entries: list, begin: int, size: int) -> dict[str, TensorInfo]:
-    """The tensors by name, after checking that they are whole.
+def locate(entries: list, begin: int, alignment: int, size: int) -> dict[str, TensorInfo]:
+    """The tensors by name, after checking that they are whole, aligned, and do not overlap: a damaged
+    file must not give wrong weights.
 
     begin: the byte of the file from which their offsets count. size: the bytes of the file.
     """
@@ -153,14 +156,27 @@ def locate(entries: list, begin: int, size: int) -> dict[str, TensorInfo]:
             raise ValueError(f"tensor {name} has type {number}, which is not known") from None
         columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         C = shape[-1] if shape else 1
-        if 0 in shape or C % columns:
-            raise ValueError(f"tensor {name} ({kind.name}) is {shape}, which is not a multiple of blocks of {columns}")
+        if 0 in shape:
+            raise ValueError(f"tensor {name} has the shape {shape}")
+        if C % columns:
+            raise ValueError(
+                f"tensor {name} ({kind.name}) has rows of {C} elements, which is not a multiple of {columns}"
+            )
         row_bytes = C // columns * block_bytes
         nbytes = math.prod(shape[:-1]) * row_bytes
         start = begin + offset
         if start + nbytes > size:
             raise ValueError(f"truncated: tensor {name} ends at byte {start + nbytes:,}, the file at {size:,}")
+        if offset % alignment:
+            raise ValueError(f"tensor {name} begins at {offset}, which is not a multiple of {alignment}")
+        if name in tensors:
+            raise ValueError(f"tensor {name} is there twice")
         tensors[name] = TensorInfo(name, shape, kind.name, start, row_bytes, nbytes)
+
+    by_place = sorted(tensors.values(), key=lambda tensor: tensor.start)
+    for first, second in zip(by_place, by_place[1:]):
+        if first.start + first.nbytes > second.start:
+            raise ValueError(f"tensors {first.name} and {second.name} overlap")
     return tensors
 
 

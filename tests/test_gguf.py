@@ -159,11 +159,10 @@ DAMAGES = {
         "truncated: tensor blk.1.attn_q.weight ends at byte",
     ),
     "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
-    "ragged": (
-        lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset),
-        "not a multiple of blocks of 256",
-    ),
-    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"is \(9223372036854775808, 0\)"),
+    "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is not a multiple of 32"),
+    "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "overlap"),
+    "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which is not a multiple of 256"),
+    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"has the shape \(9223372036854775808, 0\)"),
     "no type": (lambda d, kind, offset: (d, 77, offset), "blk.1.attn_q.weight has type 77, which is not known"),
 }
 
@@ -179,7 +178,8 @@ def test_other_broken_files_are_refused(file, tmp_path):
     raw, path = file.read_bytes(), tmp_path / "x.gguf"
     first, second = b"blk.0.attn_q.weight", b"blk.1.attn_q.weight"
     cases = {
-        "lacks tensor blk.0.attn_q.weight": raw.replace(first, second, 1),
+        "tensor blk.1.attn_q.weight is there twice": raw.replace(first, second, 1),
+        "the field general.architecture is there twice": raw[:16] + bytes([raw[16] + 1]) + raw[17:69] + raw[24:],
         "it does not begin with GGUF": raw[1000:],
         "version 99 is not known": raw[:4] + struct.pack("<I", 99) + raw[8:],
         "truncated: its header ends neither in the file nor in 64 MB": raw[:500],

@@ -15,10 +15,8 @@ import datetime
 import itertools
 import json
 import re
-import sys
-import time
 from collections.abc import Iterable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,7 +254,6 @@ def start_of_partial(text: str, strings: Iterable[str]) -> int:
 # ---------------------------------------------------------------- conversations
 
 
-MAX_TEMPLATE_S = 2  # processor time of a template for a conversation; long ones take some ms
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after a message that is to be continued
 
@@ -265,8 +262,7 @@ class ChatTemplate:
     """The chat template of a model: a Jinja2 program that writes a conversation as one text.
 
     The template is a program by the checkpoint's author. Jinja2's sandbox keeps it from Python's
-    internals and from changing its arguments, and time_limit bounds its time. Nothing limits its
-    memory.
+    internals and from changing its arguments. Nothing limits its time and its memory.
     """
 
     def __init__(self, source: TokenizerFiles | Path, tokenizer: Tokenizer):
@@ -306,8 +302,7 @@ class ChatTemplate:
         values = {"documents": None} | (variables or {}) | self.tokenizer.named_tokens
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
-            with time_limit(MAX_TEMPLATE_S):
-                text = self.template.render(values)
+            text = self.template.render(values)
         except Exception as error:
             raise self._failure(error) from None
         if continue_last:
@@ -389,30 +384,6 @@ class ChatTemplate:
         return ids
 
 
-@contextmanager
-def time_limit(seconds: float):
-    """Raise TimeoutError in a template that needs more processor time.
-
-    The clock is read at every hundredth line of the template or call of a Python function.
-    """
-    end = time.thread_time() + seconds
-    steps = itertools.count()
-    others = sys.gettrace()
-
-    def check(frame, event: str, argument):
-        if next(steps) % 100 == 0 and time.thread_time() > end:
-            raise TimeoutError(f"it takes more than {seconds} s")
-        if frame.f_code.co_filename == "<template>":
-            return check  # called for each line of this function, too
-        return None
-
-    sys.settrace(check)
-    try:
-        yield
-    finally:
-        sys.settrace(others)
-
-
 def answer_end_ids(source: TokenizerFiles | Path, tokenizer: Tokenizer) -> set[int]:
     """The EOS tokens, and those that the chat template writes after an answer, if there is one."""
     ids = set(tokenizer.eos_ids)
@@ -427,9 +398,8 @@ def template_environment():
     It is the one of chat_template_utils.py in transformers.
     """
     from jinja2 import ext, nodes
-    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
 
     class Generation(ext.Extension):
         """{% generation %} marks answers for training. Here its content is rendered."""
@@ -440,22 +410,6 @@ def template_environment():
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
-
-    class PlainNamespace(Namespace):
-        """Jinja2's namespace without private names, which the sandbox does not check here."""
-
-        def __init__(*args, **kwargs):  # as in Jinja2, since a template may set a variable called self
-            for name in dict(*args[1:], **kwargs):
-                check_name(name)
-            Namespace.__init__(*args, **kwargs)
-
-        def __setitem__(self, name, value):
-            check_name(name)
-            super().__setitem__(name, value)
-
-    def check_name(name):
-        if str(name).startswith("_"):
-            raise SecurityError(f"may not set {name!r} on a namespace")
 
     def raise_exception(message):
         raise TemplateError(message)
@@ -469,7 +423,6 @@ def template_environment():
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.globals["namespace"] = PlainNamespace
     return environment
 
 

@@ -9,7 +9,6 @@ import datetime
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
 import jinja2
@@ -18,7 +17,6 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
-import tokenizer
 from cli import UserError
 from tokenizer import ChatTemplate, Tokenizer
 
@@ -247,8 +245,6 @@ BROKEN = {  # name: (the template, what the error says)
     "format": ("{{ '{0.__class__}'.format(messages) }}", NOTHING),
     "lipsum": ("{{ lipsum.__globals__['os'].popen('touch FILE').read() }}", "'__globals__' .* unsafe"),
     "our functions": ("{{ raise_exception.__globals__.json }}", "'__globals__' .* unsafe"),
-    "namespace": ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}x", "__class__"),
-    "namespace, made": ("{% set ns = namespace(_x=1) %}x", "may not set '_x'"),
     "append": ("{{ messages.append(1) }}", "'append' .* unsafe"),
     "import": ("{% import 'os' as os %}{{ os.system('touch FILE') }}", "no loader"),
     "range": ("{{ range(10 ** 9) | list }}", "Range too big"),
@@ -269,18 +265,3 @@ def test_a_broken_or_hostile_template_ends_in_one_line_and_harms_nothing(write, 
     messages = talk("Hello")
     assert re.search(reason, refusal(lambda: write(source.replace("FILE", str(tmp_path / "file"))).encode(messages)))
     assert not (tmp_path / "file").exists() and messages == talk("Hello")
-
-
-LOOPS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{{ lipsum(n=1000000000) }}",
-]
-
-
-@pytest.mark.parametrize("source", LOOPS)
-def test_a_template_that_loops_is_stopped(write, monkeypatch, source):
-    monkeypatch.setattr(tokenizer, "MAX_TEMPLATE_S", 0.1)
-    before = sys.gettrace()
-    assert "fails: it takes more than 0.1 s" in refusal(write(source).encode, talk("Hello"))
-    assert sys.gettrace() is before

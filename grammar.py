@@ -3,7 +3,7 @@
 Read down: Grammar, which follows one answer; ThinkingLimit, which does the same for the length of
 its thoughts; GrammarTokenizer, which compiles grammars;
 GrammarThread, which compiles them while the engine goes on; the sources of grammars;
-SchemaLoosener, which changes schemas that the library does not support.
+fit_schema, which leaves out of a schema what the library does not support.
 
 A grammar is written in the Lark dialect of llguidance, the library that does the work (in
 requirements-serve.txt). It knows the bytes of every token, so the masks are exact: a token is
@@ -16,14 +16,13 @@ Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_sch
 
 import codecs
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
 from torch import Tensor
 
@@ -40,6 +39,10 @@ MAX_SOURCE_BYTES = 1 << 18
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,40})?"}
 # Thoughts may go on for this many tokens until a character is complete: grammars need whole ones.
 MAX_OVERRUN = 8
+# Keywords whose values have schemas by name.
+SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+ANNOTATIONS = {"title", "description", "default", "example", "examples", "$comment"}
+ANNOTATIONS |= {"deprecated", "readOnly", "writeOnly"}
 
 
 class Grammar:
@@ -322,404 +325,90 @@ def schema_source(schema: dict | bool) -> str:
 
 def read_schema(path: Path, tokenizer: Tokenizer, config: Config, end_ids: Iterable[int]) -> Callable[[], Grammar]:
     """A function that returns a new grammar for each answer, made from the JSON schema in a file.
-    UserError if the library does not support a place of the schema."""
+    UserError if the library does not support the schema."""
     compiler = GrammarTokenizer(tokenizer, config.vocab_size, end_ids)
     try:
-        loosened = loosen_schema(compiler, json.loads(path.read_text(encoding="utf-8")), strict=True)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        schema = json.loads(path.read_text(encoding="utf-8"))
+        _, lost = fit_schema(compiler, schema, strict=True)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable JSON schema: {first_line(error)}") from None
-    if loosened.places:
-        place, reason = next(iter(loosened.places.items()))
-        raise UserError(f"{path}: {place or 'the schema'}: {reason}")
-
-    source = schema_source(loosened.schema)
-
-    def new() -> Grammar:
-        try:
-            return compiler.compile(source)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-
-    return new
+    if lost:
+        raise UserError(f"{path}: {lost}")
+    return lambda: compiler.compile(schema_source(schema))
 
 
-# ---------------------------------------------------------------- schemas that the library does not support
-
-# Keywords of the library whose values are a schema, a list of schemas, or an object of schemas.
-SUBSCHEMA = ("items", "additionalItems", "additionalProperties")
-SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-SUBSCHEMAS = {*SUBSCHEMA, *SUBSCHEMA_LISTS, *SUBSCHEMA_MAPS}
-ANNOTATIONS = {"title", "description", "default", "example", "examples", "$comment"}
-ANNOTATIONS |= {"deprecated", "readOnly", "writeOnly"}
-IDENTIFIERS = ("$schema", "$id", "id", "$anchor")
-# Keywords that the library may refuse beside others, in the order in which they are left out.
-COMBINED = ("minProperties", "maxProperties", "minLength", "maxLength", "format", "pattern")
-COMBINED += ("multipleOf", "const", "enum")
-# The bounds of numbers: -1 where lower values allow more, and 1 where higher ones do.
-BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-EXACT = 2**53  # up to here, a float can hold every integer; the library computes with floats
-DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
-TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-BESIDE_REF = "what stands beside $ref"
-EDITS = (BESIDE_REF, "oneOf", "allOf", "anyOf", "$ref")  # in the order in which they are left out
-NO_FLOAT = "llguidance computes with floats, which cannot hold this number exactly"
-NO_SCHEMA = "a schema must be an object, true or false"
+# ---------------------------------------------------------------- what the library does not support
 
 
-class LoosenedSchema(NamedTuple):
-    """A schema that allows at least what the given one allows, and where they differ."""
+def refusal(compiler: GrammarTokenizer, source: str) -> str:
+    """Why the library does not support a grammar; an empty text if it does."""
+    try:
+        compiler.compile(source)
+    except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
+        text = str(error).partition("failed to compile JSON schema: ")[2] or str(error)
+        text = re.split(r" \d+ \| ", text)[0]  # the place in the grammar follows
+        if text.startswith("regex parse error"):
+            text = text.rpartition(" error: ")[2]
+        return text[:200]
+    return ""
 
-    # The given schema if the library supports it, or just ignores what it does not support.
-    schema: dict | bool
-    places: dict[str, str]  # the path of what is not supported -> the reason
-    mistake: str = ""  # the path of a "type" that JSON Schema does not have
 
+def fit_schema(
+    compiler: GrammarTokenizer, schema: dict | bool, strict: bool, path: str = "$"
+) -> tuple[dict | bool, str]:
+    """A schema that the library supports; and what is not enforced of the given one, and why.
 
-def loosen_schema(compiler: GrammarTokenizer, schema: dict | bool, strict: bool) -> LoosenedSchema:
-    """A schema that the library supports, unless its parts are only too large or complex together.
-
-    strict: the library may not ignore anything either, so there is a place for each keyword that it
-    does not support. A schema that no document fits counts as supported. Trying its parts takes
-    about 1 ms each; a hostile schema may take minutes, or end the process.
+    Where the library refuses the given schema, keywords that it refuses alone are left out. If it
+    refuses the schema even so, only the type at its top is left. strict: the library may not ignore
+    anything either, and if something is not enforced, the returned schema must not be used. path:
+    of the schema, for the text. A hostile schema may take minutes, or end the process.
     """
-    loosener = SchemaLoosener(compiler, strict)
-    loosened = loosener.run(schema)
-    if not loosener.is_changed:
-        loosened = schema
-    return LoosenedSchema(loosened, loosener.places, loosener.mistake)
+
+    @cache
+    def refused(rule: str) -> str:
+        return refusal(compiler, f"start: {rule}")
+
+    lenient = not strict
+    lost: list[str] = []
+    reason = refused(schema_rule(schema, lenient))
+    if reason:
+        schema = without_refused(schema, lambda alone: refused(schema_rule(alone, lenient)), path, lost)
+        if strict and not lost:
+            lost.append(f"{path}: {reason}")
+
+    if not strict:
+        reason = refused(schema_rule(schema, lenient))
+        if reason:
+            lost = [f"{path}, except for its type: {reason}"]
+            kind = {"type": schema["type"]} if isinstance(schema, dict) and "type" in schema else {}
+            schema = {} if refused(schema_rule(kind, lenient)) else kind
+        grammar = compiler.compile(f"start: {schema_rule(schema, lenient)}")
+        lost += [f"{path}: {ignored}" for ignored in grammar.matcher.get_grammar_warnings()]
+    return schema, printable("; ".join(lost))
 
 
-class SchemaLoosener:
-    """Finds the smallest parts of a schema that the library does not support, by trying them alone,
-    and leaves them out or replaces them. It looks only at places of schemas, not at the values of
-    `enum` or `default`."""
+def without_refused(schema, refused: Callable[[dict], str], path: str, lost: list[str]):
+    """A copy of a schema without annotations, and without the keywords that are refused alone.
 
-    def __init__(self, compiler: GrammarTokenizer, strict: bool):
-        self.compiler = compiler
-        self.strict = strict
-        self.tried: dict[str, str] = {}  # the source of a grammar -> why it is not supported
-        self.draft: dict[str, str] = {}  # the schema's own "$schema", which decides on the keywords
-        self.places: dict[str, str] = {}
-        self.mistake = ""
-        self.is_changed = False  # whether there is a place that the library does not just ignore
-
-    def run(self, schema: dict | bool) -> dict | bool:
-        check_size(schema_source(schema))
-        is_supported = not self.refusal(schema)
-        nodes = [node for node, _ in subschemas(schema)]
-        if is_supported and all(is_exact(key, node[key], node.get("type")) for node in nodes for key in node):
-            return schema
-
-        if isinstance(schema, dict) and "$schema" in schema:
-            draft = {"$schema": schema["$schema"]}
-            if not self.refusal(draft):
-                self.draft = draft
-        loosened = self.loosen(schema, "")
-        if is_supported or not isinstance(loosened, dict):
-            return loosened
-
-        self.loosen_references(loosened)
-        loosened = self.loosen_combinations(loosened)
-        if not self.is_changed:  # an infinite default, for instance, is in none of the places
-            self.is_changed = bool(self.refusal(schema, lenient=True))
-        return loosened
-
-    def refusal(self, schema: dict | bool, lenient: bool = False) -> str:
-        """Why the library does not support a schema; an empty text if it does."""
-        source = f"start: {schema_rule(schema, lenient)}"
-        if source not in self.tried:
-            reason = ""
-            try:
-                self.compiler.compile(source)
-            except UserError as error:
-                if "Unsatisfiable schema: " not in str(error) and NO_TEXT not in str(error):
-                    reason = schema_reason(str(error))
-            self.tried[source] = reason
-        return self.tried[source]
-
-    def add(self, path: str, reason: str, is_ignored: bool = False):
-        """Add a place. is_ignored: the library itself ignores it in lenient grammars."""
-        self.places.setdefault(path.lstrip("."), reason)
-        self.is_changed = self.is_changed or not is_ignored
-
-    # ------------------------------------------------------------ keywords
-
-    def loosen(self, schema, path: str) -> dict | bool:
-        """A copy of a schema without annotations, in which all keywords are supported alone, and
-        next to those that do not contain schemas."""
-        if isinstance(schema, bool):
-            return schema
-        if not isinstance(schema, dict):
-            self.add(path, NO_SCHEMA)
-            return True
-
-        kept: dict = {}
-        for key, value in schema.items():
-            place = join_path(path, key)
-            if key in SUBSCHEMA_MAPS and isinstance(value, dict):
-                kept[key] = {name: self.loosen(one, join_path(place, name)) for name, one in value.items()}
-            elif key in SUBSCHEMA_LISTS and isinstance(value, list):
-                kept[key] = [self.loosen(one, f"{place}[{i}]") for i, one in enumerate(value)]
-            elif key in SUBSCHEMA and isinstance(value, dict | bool):
-                kept[key] = self.loosen(value, place)
-            elif key == "$ref" and isinstance(value, str):
-                kept[key] = value
-            elif key not in ANNOTATIONS:
-                self.loosen_keyword(kept, schema, key, place)
-
-        self.loosen_patterns(kept, path)
-        self.loosen_neighbours(kept, path)
-        return kept
-
-    def loosen_keyword(self, kept: dict, schema: dict, key: str, place: str):
-        """Put a keyword into `kept`, or what can be kept of it."""
-        value = schema[key]
-        types = {}
-        if key != "type" and "type" in schema and not self.refusal({"type": schema["type"]}):
-            types = {"type": schema["type"]}
-
-        alone = self.draft | types | {key: value}
-        reason = self.refusal(alone)
-        is_ignored = bool(reason) and not self.refusal(alone, lenient=True)
-        if not reason and not is_exact(key, value, types.get("type")):
-            reason = NO_FLOAT
-        if not reason:
-            kept[key] = value
-            return
-
-        self.add(place, reason, is_ignored)
-        if key == "type":
-            self.mistake = self.mistake or place.lstrip(".")
-        looser = next((one for one in looser_values(key, value) if not self.refusal(alone | {key: one})), None)
-        if looser is not None:
-            kept[key] = looser
-        elif key in ("const", "enum") and not types:
-            members = [value] if key == "const" else value
-            if isinstance(members, list) and members:
-                kept["type"] = sorted({TYPE_NAMES.get(type(one), "null") for one in members})
-
-    def loosen_patterns(self, kept: dict, path: str):
-        """Leave out patterns of properties that the library does not support, alone or together.
-        Properties that match such a pattern then count as additional ones."""
-        given = kept.get("patternProperties", {})
-        patterns: dict = {}
-        others = []
-        for pattern, schema in given.items():
-            together = {"patternProperties": dict.fromkeys([*patterns, pattern], True)}
-            reason = self.refusal(self.draft | {"type": "object"} | together)
-            if reason:
-                self.add(join_path(join_path(path, "patternProperties"), pattern), reason)
-                others.append(schema)
-            else:
-                patterns[pattern] = schema
-        if not others:
-            return
-
-        kept["patternProperties"] = patterns
-        additional = kept.get("additionalProperties", True)
-        if additional is False:
-            kept["additionalProperties"] = {"anyOf": others}
-        elif additional is not True:
-            kept["additionalProperties"] = {"anyOf": [additional, *others]}
-
-    def loosen_neighbours(self, kept: dict, path: str):
-        """Leave out keywords that the library does not support beside each other: one if that is
-        enough."""
-        others = (*SUBSCHEMAS, *IDENTIFIERS, "$ref")
-        alone = self.draft | {key: value for key, value in kept.items() if key not in others}
-        for key in ("properties", "patternProperties"):
-            if key in kept:
-                alone[key] = dict.fromkeys(kept[key], True)
-        if kept.get("additionalProperties") is False:
-            alone["additionalProperties"] = False
-        reason = self.refusal(alone)
-        if not reason:
-            return
-
-        keys = [key for key in COMBINED if key in alone]
-        single = [key for key in keys if not self.refusal(edited(alone, key))]
-        for key in single[:1] or keys:
-            self.add(join_path(path, key), reason)
-            del kept[key]
-            del alone[key]
-            if not self.refusal(alone):
-                return
-
-    # ------------------------------------------------------------ references and combinations
-
-    def loosen_references(self, root: dict):
-        """Leave out the references to what is not there."""
-        nodes = [(schema, path) for schema, path in subschemas(root) if "$ref" in schema]
-        if not self.refusal(skeleton(root, {schema["$ref"] for schema, _ in nodes}), lenient=True):
-            return
-        for schema, path in nodes:
-            reference = schema["$ref"]
-            reason = self.refusal(skeleton(root, {reference}), lenient=True)
-            if not reason:
-                continue
-            self.add(join_path(path, "$ref"), reason)
-            # A name may have spaces or <brackets>, which the library supports in this form.
-            schema["$ref"] = quote(reference, safe="#/%:?&=~@!$'()*+,;")
-            if schema["$ref"] == reference or self.refusal(skeleton(root, {schema["$ref"]}), lenient=True):
-                del schema["$ref"]
-
-    def loosen_combinations(self, root: dict) -> dict:
-        """Leave out what the library supports, but not together: at first what stands beside
-        references, which matters where they form a circle, and then the rest. Each of the places is
-        needed."""
-        lenient = not self.strict
-        reason = self.refusal(root, lenient)
-        if not reason:
-            return root
-
-        nodes = list(subschemas(root))
-        edits = [(path, key) for key in EDITS for schema, path in nodes if edited(schema, key) != schema]
-        chosen: list[tuple[str, str]] = []
-        for edit in edits:
-            chosen.append(edit)
-            if not self.refusal(with_edits(root, chosen), lenient):
-                break
-        for edit in chosen[:-1]:
-            fewer = [other for other in chosen if other != edit]
-            if not self.refusal(with_edits(root, fewer), lenient):
-                chosen = fewer
-
-        for path, key in chosen:
-            keyword = "$ref" if key == BESIDE_REF else key
-            self.add(join_path(path, keyword), reason)
-        return with_edits(root, chosen)
-
-
-def join_path(path: str, key: str) -> str:
-    """The path of a keyword or of a property, as JavaScript would write it."""
-    if re.fullmatch(r"[$\w-]{1,60}", key):
-        return f"{path}.{key}"
-    return f"{path}[{json.dumps(key[:60])}]"
-
-
-def schema_reason(error: str) -> str:
-    """The reason in an error of the library, without its place in the grammar."""
-    text = error.partition("failed to compile JSON schema: ")[2] or error
-    text = re.split(r" \d+ \| ", text)[0]
-    if text.startswith("regex parse error"):
-        return text.rpartition(" error: ")[2]
-    return text[:200]
-
-
-def is_exact(key: str, value, types=None) -> bool:
-    """Whether the library, for which all numbers are floats, allows exactly the numbers that a
-    keyword allows. types: the value of "type" beside it."""
-    if key in ("const", "enum"):
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, list):
-            return all(is_exact(key, one) for one in value)
-        return type(value) is not int or is_float(value)
-
-    if key not in BOUNDS or type(value) not in (int, float) or abs(value) <= EXACT:
-        return True
-    names = types if isinstance(types, list) else [types]
-    is_integer = "integer" in names and "number" not in names
-    if key == "maximum" and value == 2**63 - 1:
-        return is_integer  # the library's largest integer
-    return abs(value) < 2**63 and is_float(value) and not (is_integer and key.startswith("exclusive"))
-
-
-def is_float(value: int | float) -> bool:
-    """Whether a number is the value of a float."""
-    return abs(value) <= EXACT or (abs(value) < 2**1023 and int(float(value)) == value)
-
-
-def looser_values(key: str, value) -> Iterator:
-    """Values of a keyword that allow as much as the given one, or a little more. The first is the
-    best."""
-    if key == "$schema" and isinstance(value, str):
-        for draft in DRAFTS:
-            if re.fullmatch(f"https?://json-schema.org/{draft}/schema[#/]*", value):
-                scheme = "https" if "/" in draft else "http"
-                yield f"{scheme}://json-schema.org/{draft}/schema"
-    elif key in BOUNDS and type(value) in (int, float):
-        more = BOUNDS[key]
-        if abs(value) < 2**63:
-            near = float(value)
-            is_tighter = near < value if more > 0 else near > value
-            if is_tighter:
-                near = math.nextafter(near, more * math.inf)
-            yield int(near)
-        if value * more < 0:
-            yield -more * EXACT
-    elif type(value) is float and value.is_integer():
-        yield int(value)
-
-
-def subschemas(schema, path: str = "") -> Iterator[tuple[dict, str]]:
-    """The schema and all schemas in it that are objects, with their paths."""
+    refused: says why a schema is refused. lost: gets the paths of these keywords, and the reasons.
+    """
     if not isinstance(schema, dict):
-        return
-    yield schema, path
+        return schema
+    kept = {}
     for key, value in schema.items():
-        place = join_path(path, key)
+        place = f"{path}.{key}"
+        if key in ANNOTATIONS:
+            continue
         if key in SUBSCHEMA_MAPS and isinstance(value, dict):
-            for name, one in value.items():
-                yield from subschemas(one, join_path(place, name))
-        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
-            for i, one in enumerate(value):
-                yield from subschemas(one, f"{place}[{i}]")
-        elif key in SUBSCHEMA:
-            yield from subschemas(value, place)
-
-
-def map_subschemas(schema, change: Callable, path: str = ""):
-    """A copy of a schema: what change(schema, path) returns, with copies of the schemas in it."""
-    if not isinstance(schema, dict):
-        return schema
-    copied = dict(change(schema, path))
-    for key, value in copied.items():
-        place = join_path(path, key)
-        if key in SUBSCHEMA_MAPS and isinstance(value, dict):
-            copied[key] = {name: map_subschemas(one, change, join_path(place, name)) for name, one in value.items()}
-        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
-            copied[key] = [map_subschemas(one, change, f"{place}[{i}]") for i, one in enumerate(value)]
-        elif key in SUBSCHEMA:
-            copied[key] = map_subschemas(value, change, place)
-    return copied
-
-
-def skeleton(root: dict, references: set[str]) -> dict:
-    """A schema of only the keywords that contain schemas, and of these references."""
-
-    def bare(schema: dict, path: str) -> dict:
-        kept = {key: value for key, value in schema.items() if key in (*SUBSCHEMAS, *IDENTIFIERS)}
-        if schema.get("$ref") in references:
-            kept["$ref"] = schema["$ref"]
-        return kept
-
-    return map_subschemas(root, bare)
-
-
-def edited(schema: dict, key: str) -> dict:
-    """The schema without what stands beside its reference, or without a keyword."""
-    if key == BESIDE_REF:
-        outside = ("$ref", "$defs", "definitions", *IDENTIFIERS)
-        return {name: value for name, value in schema.items() if name in outside or "$ref" not in schema}
-    rest = {name: value for name, value in schema.items() if name != key}
-    if key == "oneOf" and key in schema:
-        rest["allOf"] = [*schema.get("allOf", []), {"anyOf": schema["oneOf"]}]
-    return rest
-
-
-def with_edits(root: dict, edits: list[tuple[str, str]]) -> dict:
-    """A schema with the edits of some places, given as (path, key of `edited`)."""
-    keys: dict[str, list[str]] = {}
-    for path, key in edits:
-        keys.setdefault(path, []).append(key)
-
-    def change(schema: dict, path: str) -> dict:
-        for key in keys.get(path, ()):
-            schema = edited(schema, key)
-        return schema
-
-    return map_subschemas(root, change)
+            kept[key] = {name: without_refused(one, refused, f"{place}.{name}", lost) for name, one in value.items()}
+        elif isinstance(value, dict) and key != "const":
+            kept[key] = without_refused(value, refused, place, lost)
+        elif isinstance(value, list) and key not in ("const", "enum"):
+            kept[key] = [without_refused(one, refused, f"{place}[{i}]", lost) for i, one in enumerate(value)]
+        else:
+            reason = refused({name: schema[name] for name in ("type", key) if name in schema and key != "$ref"})
+            if reason:
+                lost.append(f"{place}: {reason}")
+            else:
+                kept[key] = value
+    return kept

@@ -1,8 +1,8 @@
 """What an answer must fit: a JSON schema, a regular expression, a choice of texts, tool calls.
 
 Read down: Constraint and read_constraint, which reads the fields of a request; answer_source, which
-writes the grammar of a whole answer; GrammarChecker, which loosens schemas that the library does
-not support, and refuses grammars that the engine could not use; the process that tries them.
+writes the grammar of a whole answer; GrammarChecker, which refuses schemas and grammars that the
+engine could not use; run_apart, the process that tries them.
 
 Sources: response_format is OpenAI's, with llama-server's schema beside the type json_object;
 structured_outputs, and before it guided_json, guided_regex and guided_choice, are vLLM's;
@@ -15,35 +15,26 @@ import os
 import resource
 import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
 
-from cli import UserError, printable
-from grammar import (
-    IDENTIFIERS,
-    GrammarTokenizer,
-    check_size,
-    loosen_schema,
-    schema_reason,
-    schema_rule,
-)
+from cli import UserError
+from grammar import GrammarTokenizer, check_size, fit_schema, refusal, schema_rule
 from server.request_fields import ApiError, FieldReader, log_once
 from server.tool_grammars import ToolGrammar, literal, text_until
 from server.tools import Tool
 from tokenizer import Tokenizer
 
-MAX_VALID = 256  # grammars that are remembered as valid
+MAX_RESULTS = 256  # tries that are remembered
 MAX_QUICK_BYTES = 1 << 14  # of a grammar that compiles in a few ms, which may delay other requests
-MAX_DEATHS = 3  # of the processes that try the schemas of a request
 MAX_TRIES = 4  # grammars that are tried at the same time
 TRY_WAIT_S = 10  # for a request to wait until its grammar can be tried
-TRY_CPU_S = 2  # for a grammar to compile; schemas of 10 KB take some ms
+TRY_CPU_S = 2  # for the schemas of a request, or a grammar; schemas of 10 KB take some ms
 TRY_TIME_S = 30  # the same, on a busy machine
 # Less than the threads of the engine's process have, where the grammar is compiled again.
 TRY_STACK_BYTES = 1 << 20
+MAX_DESCRIPTORS = 1 << 16
 NOT_COMPILED = "it is too complex to compile"
 ANY_OBJECT = {"type": "object"}
 
@@ -56,9 +47,6 @@ class GivenSchema:
     strict: bool  # False: what the library does not support is left out
     param: str  # the field of the request that has it
     place: str  # its path in the request, for messages
-    kind: str = "the schema"  # for messages
-    # Whether an answer may fit another schema instead. Then the request is not refused for this one.
-    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,92 +218,58 @@ def answer_source(
     return "\n".join([f"start: {answer}", *rules])
 
 
-class TriedSchema(NamedTuple):
-    """What was found out about a schema."""
-
-    schema: dict | bool | None  # what replaces it; None if nothing does
-    places: dict[str, str]  # the path of what is not supported -> the reason
-    path: str = ""  # where the error is in the schema
-    error: str = ""  # why the schema is refused, even if it is not strict
-
-
 class GrammarChecker:
-    """Loosens schemas that the library does not support, and refuses grammars that do not compile.
-    Several threads, which parse requests, use it at the same time."""
+    """Refuses schemas and grammars that do not compile, and leaves out of schemas that are not
+    strict what the library does not support. Several threads, which parse requests, use it at the
+    same time."""
 
-    logged: set[str] = set()  # places of schemas that were loosened; shared by all models
+    logged: set[str] = set()  # what is not enforced; shared by all models
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.end_ids = end_ids
-        self.lock = threading.Lock()  # for the next three
+        self.lock = threading.Lock()  # for the compiler
         self.compiler: GrammarTokenizer | None = None  # made when first needed: it takes a second
-        self.valid: OrderedDict[bytes, None] = OrderedDict()  # hashes of sources, the latest last
-        # hash of a schema -> what replaces it, the latest last
-        self.loosened: OrderedDict[bytes, TriedSchema] = OrderedDict()
+        self.results: dict[bytes, str | list] = {}  # hash of what was tried -> what was found
         self.tries = threading.BoundedSemaphore(MAX_TRIES)
 
     def fit_constraint(self, constraint: Constraint | None) -> Constraint | None:
         """A constraint whose schema the library supports. ApiError if the given one is strict and
-        not supported, or if nothing of it can be kept."""
+        not supported."""
         if constraint is None or constraint.given is None:
             return constraint
         schema = self.fit([constraint.given])[0]
         return replace(constraint, rule=schema_rule(schema, not constraint.given.strict))
 
     def fit_tools(self, tools: list[Tool]) -> list[Tool]:
-        """Tools whose schemas the library supports. ApiError names the unsupported place in the
-        schema of a strict tool."""
-        given = [
-            GivenSchema(ANY_OBJECT | tool.schema, tool.strict, "tools", tool.place, "a schema", len(tools) > 1)
-            for tool in tools
-        ]
+        """Tools whose schemas the library supports. ApiError if that of a strict tool is not
+        supported."""
+        given = [GivenSchema(ANY_OBJECT | tool.schema, tool.strict, "tools", tool.place) for tool in tools]
         return [replace(tool, schema=schema) for tool, schema in zip(tools, self.fit(given))]
 
     def fit(self, given: list[GivenSchema]) -> list[dict | bool]:
-        """The schemas, each loosened if it is necessary."""
+        """The schemas as fit_schema returns them. What is not enforced is logged, or if the schema
+        is strict, an ApiError."""
+        param = given[0].param
+
+        def work(compiler: GrammarTokenizer) -> list:
+            return [fit_schema(compiler, one.schema, one.strict, one.place) for one in given]
+
         try:
-            texts = [json.dumps([one.schema, one.strict]) for one in given]
+            text = json.dumps([(one.schema, one.strict, one.place) for one in given])
         except RecursionError:
-            raise ApiError(f"{given[0].param}: a schema is nested too deeply", param=given[0].param) from None
-        keys = [hashlib.sha256(text.encode()).digest() for text in texts]
+            raise ApiError(f"{param}: a schema is nested too deeply", param=param) from None
+        found = self.tried(text, param, work)
+        if found is None:
+            raise ApiError(f"{param}: the schema is not supported: {NOT_COMPILED}", param=param)
 
-        compiler = self.get_compiler(given[0].param)
-        with self.lock:
-            found = {key: self.loosened[key] for key in keys if key in self.loosened}
-        unknown = {key: one for key, one in zip(keys, given) if key not in found}
-        if unknown:
-            with self.slot():
-                new = dict(zip(unknown, try_schemas(compiler, list(unknown.values()))))
-            found |= new
-            with self.lock:
-                self.loosened |= {key: one for key, one in new.items() if not one.error}
-                while len(self.loosened) > MAX_VALID:
-                    self.loosened.popitem(last=False)
-        return [self.use(one, found[key]) for key, one in zip(keys, given)]
-
-    def use(self, given: GivenSchema, tried: TriedSchema) -> dict | bool:
-        """The schema that a grammar gets. ApiError if the given one is refused; what is not
-        enforced is logged."""
-        places = dict(tried.places)
-        path = tried.path
-        error = tried.error
-        if given.strict and places:
-            path, error = next(iter(places.items()))
-        if error and (given.strict or not given.is_optional):
-            if path or given.kind == "a schema":
-                error = f"{join_places(given.place, path)}: {error}"
-            raise ApiError(f"{given.param}: {given.kind} is not supported: {error}", param=given.param)
-
-        if error and not places:
-            places[""] = error
-        for path, reason in places.items():
-            place = printable(join_places(given.place, path))
-            log_once(self.logged, place, f"{place} of a request is not enforced: {reason}")
-        if tried.schema is not None:
-            return tried.schema
-        return ANY_OBJECT if error else given.schema
+        for one, (_, lost) in zip(given, found):
+            if lost and one.strict:
+                raise ApiError(f"{param}: the schema is not supported: {lost}", param=param)
+            if lost:
+                log_once(self.logged, lost, f"the schema of a request is not enforced in full: {lost}")
+        return [schema for schema, _ in found]
 
     def get_compiler(self, param: str) -> GrammarTokenizer:
         """The compiler of grammars. ApiError, which names the field, if the library is not
@@ -329,16 +283,27 @@ class GrammarChecker:
             message = str(error).replace(f"{self.tokenizer.path} has", "the model has")
             raise ApiError(f"{param}: {message}", param=param) from None
 
-    @contextmanager
-    def slot(self):
-        """Wait until a process may try a grammar."""
+    def tried(self, text: str, param: str, work: Callable[[GrammarTokenizer], str | list]) -> str | list | None:
+        """What work(compiler) returns, or None if it takes too long or too much memory. It runs in
+        another process, once for each text."""
+        compiler = self.get_compiler(param)
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        found = self.results.get(key)
+        if found is not None:
+            return found
+
         if not self.tries.acquire(timeout=TRY_WAIT_S):
-            text = "too many schemas are being compiled"
-            raise ApiError(text, 503, code="overloaded", retry_after=TRY_WAIT_S)
+            message = "too many schemas are being compiled"
+            raise ApiError(message, 503, code="overloaded", retry_after=TRY_WAIT_S)
         try:
-            yield
+            found = run_apart(lambda: work(compiler))
         finally:
             self.tries.release()
+        if len(self.results) >= MAX_RESULTS:
+            self.results.clear()
+        if found is not None:
+            self.results[key] = found
+        return found
 
     def check(self, source: str, param: str, kind: str = "the schema", is_tried: bool = False):
         """Raise ApiError if a grammar is invalid, too large, or too complex.
@@ -346,28 +311,15 @@ class GrammarChecker:
         param, kind: the field that it comes from, and what the field has, for the message.
         is_tried: whether `fit` has compiled the schema of this grammar, so that only its size is
         to be checked."""
-        key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
-        compiler = self.get_compiler(param)
-        with self.lock:
-            if key in self.valid:
-                return self.valid.move_to_end(key)
-
-        error = ""
+        error: str | None = ""
         try:
-            source.encode()
             check_size(source)
-            if not is_tried:
-                with self.slot():
-                    error = try_grammar(compiler, source)
-        except (UnicodeEncodeError, UserError) as failure:
+        except UserError as failure:
             error = str(failure)
-        if error:
-            raise ApiError(f"{param}: {kind} is not supported: {error}", param=param)
-
-        with self.lock:
-            self.valid[key] = None
-            if len(self.valid) > MAX_VALID:
-                self.valid.popitem(last=False)
+        if not error and not is_tried:
+            error = self.tried(source, param, lambda compiler: refusal(compiler, source))
+        if error != "":
+            raise ApiError(f"{param}: {kind} is not supported: {error or NOT_COMPILED}", param=param)
 
     def accepts(self, source: str, text: str) -> bool:
         """Whether an answer may be this text and nothing more. `source` is a valid grammar. False
@@ -379,118 +331,44 @@ class GrammarChecker:
         return all(matcher.try_consume_tokens([i]) == 1 for i in ids) and matcher.is_accepting()
 
 
-def join_places(place: str, path: str) -> str:
-    """The path of a part of a schema in the request. place: the path of the schema in the request;
-    path: the path of the part in the schema."""
-    if path.startswith("["):
-        return place + path
-    return f"{place}.{path}".removesuffix(".")
-
-
 # ---------------------------------------------------------------- trying schemas and grammars
 
 
-def try_schemas(compiler: GrammarTokenizer, given: list[GivenSchema]) -> list[TriedSchema]:
-    """Loosen schemas in a forked process. If one of them is so complex that it ends the process,
-    another process goes on with the next."""
-    found: list[TriedSchema] = []
-    for _ in range(MAX_DEATHS):
-        rest = given[len(found) :]
+def run_apart(work: Callable[[], str | list]) -> str | list | None:
+    """What a function returns; None if it does not come to its end.
 
-        def work(write: Callable[[bytes], None], rest=rest):
-            for one in rest:
-                write(json.dumps(loosen_and_compile(compiler, one)).encode() + b"\n")
-
-        code, sent = run_apart(work)
-        lines = sent.split(b"\n")[:-1]  # after the last line break, the text is not complete
-        found += [TriedSchema(*json.loads(line)) for line in lines]
-        if code == 0:
-            return found
-        if len(found) < len(given):
-            found.append(TriedSchema(None, {}, error=NOT_COMPILED))
-    return found + [TriedSchema(None, {}, error=NOT_COMPILED)] * (len(given) - len(found))
-
-
-def loosen_and_compile(compiler: GrammarTokenizer, given: GivenSchema) -> TriedSchema:
-    try:
-        schema, places, mistake = loosen_schema(compiler, given.schema, given.strict)
-        if not given.strict or not places:
-            compiler.compile(f"start: {schema_rule(schema, not given.strict)}")
-    except RecursionError:
-        return TriedSchema(None, {}, error="it is nested too deeply")
-    except UserError as error:
-        return TriedSchema(None, {}, error=schema_reason(str(error)))
-    if schema is given.schema:
-        return TriedSchema(None, places)
-    if mistake:
-        return TriedSchema(schema, places, mistake, places[mistake])
-    if isinstance(schema, dict) and set(schema) <= {*IDENTIFIERS, "$defs", "definitions"}:
-        path, error = next(iter(places.items()))  # nothing of the schema is left
-        return TriedSchema(schema, places, path, error)
-    return TriedSchema(schema, places)
-
-
-def try_grammar(compiler: GrammarTokenizer, source: str) -> str:
-    """Why a grammar does not compile; an empty text if it does."""
-
-    def work(write: Callable[[bytes], None]):
-        try:
-            compiler.compile(source)
-        except UserError as error:
-            write(str(error).encode("utf-8", "replace")[:1000])
-
-    code, reason = run_apart(work)
-    if code != 0:
-        return NOT_COMPILED
-    return reason.decode("utf-8", "replace")
-
-
-def run_apart(work: Callable[[Callable[[bytes], None]], None]) -> tuple[int, bytes]:
-    """Run a function in a forked process, because for some schemas of a few bytes the library needs
-    minutes, and others overflow the stack, which ends the process.
-
-    work(write) writes bytes with write(data). Returns the exit code of the process, 0 if `work` has
-    come to its end, and what it has written.
+    It runs in a forked process of bounded time. For some schemas of a few bytes, the library needs
+    minutes in spite of its own limits, and others overflow the stack, which ends the process.
     """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        work_and_exit(work, writer)
+        try:
+            run_bounded(work, writer)
+        finally:
+            os._exit(0)  # without any of Python's cleanups
     os.close(writer)
-    with open(reader, "rb") as written:
-        sent = written.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sent
+    with open(reader, "rb") as pipe:
+        sent = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(sent) if sent and status == 0 else None
 
 
-def work_and_exit(work: Callable[[Callable[[bytes], None]], None], writer: int) -> NoReturn:
-    """Run a function in the forked process, for a bounded time, and end the process without any of
-    Python's cleanups."""
-    exit_code = 1
+def run_bounded(work: Callable[[], str | list], writer: int):
+    """Run a function in the forked process, and write what it returns as JSON."""
 
     def run():
-        nonlocal exit_code
-        with open(writer, "wb", buffering=0) as pipe:
+        with suppress(RecursionError), open(writer, "wb") as pipe:
+            pipe.write(json.dumps(work()).encode())
 
-            def write(data: bytes):
-                while data:
-                    data = data[pipe.write(data) :]
-
-            work(write)
-        exit_code = 0
-
-    try:
-        # Others, such as clients' sockets, would stay open as long as this process runs.
-        for descriptor in map(int, os.listdir("/dev/fd")):
-            if descriptor not in (0, 1, 2, writer):
-                with suppress(OSError):
-                    os.close(descriptor)
-        os.nice(5)  # the engine goes on
-        signal.setitimer(signal.ITIMER_REAL, TRY_TIME_S)  # its signal ends the process
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (TRY_CPU_S, TRY_CPU_S))
-        threading.stack_size(TRY_STACK_BYTES)
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    finally:
-        os._exit(exit_code)
+    # Others, such as clients' sockets, would stay open as long as this process runs.
+    os.closerange(3, writer)
+    os.closerange(writer + 1, MAX_DESCRIPTORS)
+    os.nice(5)  # the engine goes on
+    signal.alarm(TRY_TIME_S)  # its signal ends the process
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (TRY_CPU_S, TRY_CPU_S))
+    threading.stack_size(TRY_STACK_BYTES)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()

@@ -239,7 +239,7 @@ def test_the_place_of_what_a_strict_schema_may_not_have_is_named_as_the_client_d
         parse_message(model, {"messages": [QUESTION]} | fields)
     assert caught.value.status == 400 and anthropic_error(caught.value)["error"]["type"] == "invalid_request_error"
     tools = [TOOL, TOOL | {"name": "f", "input_schema": mail, "strict": True}]
-    place = "tools: a schema is not supported: tools[1].input_schema.properties.a.pattern: "
+    place = "tools: the schema is not supported: tools[1].input_schema.properties.a.pattern: "
     with pytest.raises(ApiError, match=re.escape(place)):
         parse_message(model, {"messages": [QUESTION], "tools": tools})
     del tools[1]["strict"]

@@ -109,7 +109,7 @@ def nested(depth: int) -> str:
 
 def schema_body(text: str) -> bytes:
     head = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30, '
-    head += b'"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
+    head += b'"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": true, "schema": '
     return head + text.encode() + b"}}}"
 
 
@@ -117,7 +117,9 @@ def pattern_body(pattern: str) -> bytes:
     return json.dumps({"prompt": "Hi", "max_tokens": 30, "structured_outputs": {"regex": pattern}}).encode()
 
 
+MINUTES = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
 HOSTILE = {
+    "minutes": (schema_body(json.dumps(MINUTES)), (400,)),
     "depth 50": (schema_body(nested(50)), (200, 400)),
     "depth 300": (schema_body(nested(300)), (400,)),
     "depth 10,000": (schema_body(nested(10_000)), (400,)),

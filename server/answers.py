@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from server.parameters import Types, ValueText, refuse_constant
-from server.python_calls import ARGUMENT_START, PythonArguments
+from server.python_calls import CallEnd, read_arguments
 from server.tools import NAME_PATTERN, ToolFormat
 from tokenizer import StopSearch, start_of_partial
 
@@ -77,10 +77,8 @@ CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id"}  # fir
 MAX_NAME_AND_MIDDLE = 200  # characters
 MAX_KEY = 300  # characters of a key and the mark after it
 PIECE = 256  # characters that are read at once of what looks like a call within thoughts
-# The beginning of a call that is written as in Python, up to its first argument.
-PYTHON_START = re.compile(rf"({NAME_PATTERN})\s{{0,9}}\(\s{{0,99}}(?={ARGUMENT_START})")
-MAX_PYTHON_START = 500  # characters that PYTHON_START may match
-MAYBE_PYTHON_START = re.compile(rf"(?:{NAME_PATTERN})?\s*(?:\(|$)")
+# The beginning of a call that is written as in Python: a name, and what follows if it is there already.
+PYTHON_START = re.compile(rf"({NAME_PATTERN})?\s{{0,99}}(\(|\Z)")
 
 
 class AnswerParser:
@@ -125,7 +123,8 @@ class AnswerParser:
         self.types: Mapping[str, Types] = {}  # of the arguments of the current call
         self.value = ValueText(None)  # of the current argument
         self.is_first = True  # no argument of the current call has been read
-        self.python = PythonArguments(())  # of the current call, if it is written as in Python
+        self.name = ""  # of the current call, if it is written as in Python
+        self.call_end = CallEnd("")  # finds its end
 
         self.inner: AnswerParser | None = None  # reads what looks like a call within thoughts
         self.inner_events: list[Event] = []
@@ -613,42 +612,28 @@ class AnswerParser:
     # ------------------------------------------------------------ calls as in Python
 
     def _read_python_call(self) -> bool:
-        """Read a name and the parenthesis before the arguments."""
+        """Read a name, up to the parenthesis before the arguments."""
         start = PYTHON_START.match(self.text)
-        may_follow = MAYBE_PYTHON_START.match(self.text) and len(self.text) < MAX_PYTHON_START
-        if start is None and may_follow and not self.ended:
+        if start is not None and not start[2] and not self.ended:
             return False
         if start is None or start[1] not in self.syntax.names:
             return self._refuse("")
-        self._take(start.end())
-        if not self._begin_call(start[1]):
-            return False
-        self.python = PythonArguments(self.closers)
+        self.held += self._take(start.start(2))
+        self.name = start[1]
+        self.call_end = CallEnd(self.closers[0])
         self.read = self._read_python_arguments
         return True
 
     def _read_python_arguments(self) -> bool:
-        taken, is_over = self.python.read(self.text, self.ended)
-        self._take(taken)
-        self._add_arguments(self.python.take_json())
-        if not is_over:
+        """Read arguments once they are complete."""
+        end = self.call_end.find(self.text)
+        if end is None and not self.ended:
             return False
-        if self.python.is_broken:
-            self.read = self._read_broken_arguments
-            return True
-        if self.python.is_complete:  # otherwise a mark that ends calls has cut them off
-            self.whole_calls += 1
-        return self._end_call()
-
-    def _read_broken_arguments(self) -> bool:
-        """Pass on what could not be read as it is, up to a mark that ends calls. The arguments stay
-        incomplete."""
-        before, mark = self._take_until(self.closers)
-        self._add_arguments(before)
-        if not mark:
-            return False
-        self.is_closed = True
-        return self._end_call()
+        taken = self._take(len(self.text) if end is None else end)
+        arguments = read_arguments(taken)
+        if arguments is None:
+            return self._refuse(taken)
+        return self._begin_call(self.name, arguments) and self._end_call()
 
     def _end_call(self) -> bool:
         is_last = self.calls == self.syntax.max_calls

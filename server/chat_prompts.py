@@ -252,6 +252,8 @@ class ChatModel:
                 calls = ToolGrammar(self.tool_format, tools.tools, special, several)
             except RecursionError:
                 raise ApiError("tools: a schema is nested too deeply", param="tools") from None
+            except UserError as error:
+                raise ApiError(f"tools: a schema is not supported: {error}", param="tools") from None
         thinking = None if conversation.thinking_is_over else self.thinking
         begins_inside = syntax.begins_inside
         return answer_source(constraint, special, calls, tools.required, thinking, begins_inside)

@@ -12,7 +12,6 @@ Types = frozenset[str] | None  # names of JSON's types; None: any type
 STRING = frozenset({"string"})
 # How templates write these values with Jinja's filter `string`.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-DEFINITIONS = ("$defs", "definitions", "$schema")  # of a whole schema, which its parts need
 JSON_SPACE = " \t\r\n"
 MAX_DEPTH = 8  # schemas within a schema that types_of looks into
 

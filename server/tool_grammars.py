@@ -1,17 +1,17 @@
 """Grammars that make a model write calls of tools that fit their schemas.
 
 Read down: literal and text_until, expressions of a Lark grammar; ToolGrammar, the expressions for
-calls; ParameterRules, the rules for arguments that are written one by one. python_grammars.py has
-those for arguments as in Python. tools.py describes how a model writes calls, and grammar.py how
-masks follow a grammar.
+calls; ParameterRules, the rules for arguments that are written one by one; python_rules, those for
+arguments as in Python. tools.py describes how a model writes calls, and grammar.py how masks follow a
+grammar.
 """
 
 import json
 import re
 
+from cli import UserError
 from grammar import schema_rule
 from server.parameters import (
-    DEFINITIONS,
     MAX_DEPTH,
     STRING,
     ParameterFormat,
@@ -20,7 +20,7 @@ from server.parameters import (
     properties_of,
     types_of,
 )
-from server.python_grammars import PythonRules
+from server.python_calls import JSON_WORDS, KEYWORD
 from server.tools import ID_PATTERN, PROBE_ID, Tool, ToolFormat
 
 
@@ -61,7 +61,7 @@ class ToolGrammar:
         for i, tool in enumerate(tools):
             calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
             if format.is_python:
-                rules += PythonRules(tool.schema, i, not tool.strict).lines()
+                rules += python_rules(tool, i)
                 continue
             if format.parameters is not None:
                 rules.append(ParameterRules(format.parameters, tool, i, special, texts).rule)
@@ -99,6 +99,35 @@ class ToolGrammar:
         return f"(({calls})* TEXT)" if self.several else f"(TEXT | {calls})"
 
 
+def named_arguments(schema: dict) -> tuple[dict, list, dict | bool]:
+    """The schemas of the arguments that a tool's schema names, the names of those that it requires, and
+    the schema of any others."""
+    top = follow(schema, schema)
+    if not isinstance(top, dict):
+        top = {}
+    required = top.get("required")
+    if not isinstance(required, list):
+        required = []
+    others = top.get("additionalProperties", {})
+    properties = dict(properties_of(schema))
+    for key in required:
+        if isinstance(key, str):
+            properties.setdefault(key, True if others is False else others)
+    return properties, required, others
+
+
+def value_rule(schema: dict | bool, root: dict, lenient: bool) -> str:
+    """The rule for the JSON of an argument. root: the tool's schema, to which references lead."""
+    text = json.dumps(schema)
+    if '"$ref": "#' in text:
+        whole = json.dumps({key: value for key, value in root.items() if key != "$id"})
+        schema = json.loads(text.replace('"$ref": "#', '"$ref": "#/$defs/call'))
+        schema["$defs"] = {"call": json.loads(whole.replace('"$ref": "#', '"$ref": "#/$defs/call'))}
+    if isinstance(schema, dict) and "$schema" in root:
+        schema = schema | {"$schema": root["$schema"]}
+    return schema_rule(schema, lenient)
+
+
 # ---------------------------------------------------------------- arguments one by one
 
 ANY_TEXT = r"(.|\n)*"
@@ -126,17 +155,7 @@ class ParameterRules:
         self.rule = f"arguments_{number}: {self._arguments() or json.dumps('')}"
 
     def _arguments(self) -> str:
-        top = follow(self.root, self.root)
-        if not isinstance(top, dict):
-            top = {}
-        required = top.get("required")
-        if not isinstance(required, list):
-            required = []
-        properties = dict(properties_of(self.root))
-        for key in required:
-            if isinstance(key, str):
-                properties.setdefault(key, True)
-
+        properties, required, others = named_arguments(self.root)
         parts = []
         for key, schema in properties.items():
             if schema is False:
@@ -144,7 +163,6 @@ class ParameterRules:
             part = self._parameter(json.dumps(key), self._value(schema))
             parts.append(part if key in required else f"({part})?")
 
-        others = top.get("additionalProperties", True)
         if others is not False:
             named = "".join(f" & ~{json.dumps(key)}" for key in properties)
             key = self._name_of(rf"/[\w.-]{{1,64}}/{named}")
@@ -172,8 +190,7 @@ class ParameterRules:
         if members:
             return self._one_of(members)
         if "string" not in types:
-            whole = {key: self.root[key] for key in DEFINITIONS if key in self.root} | schema
-            return f"{schema_rule(whole, self.lenient)} {self.after}"
+            return f"{value_rule(schema, self.root, self.lenient)} {self.after}"
         if types == STRING:
             return self._text(schema)
 
@@ -241,3 +258,61 @@ def whole_pattern(pattern) -> str | None:
         return None
     body = "".join(parts).replace("\n", r"\n").replace(r"\/", "/").replace("/", r"\/")
     return f"{before}({body}){after}"
+
+
+# ---------------------------------------------------------------- arguments as in Python
+
+OTHER_KEYWORD = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}=/"  # an argument that the schema does not name
+PLAIN = {"type", "title", "description", "default", "examples"}  # keywords of a type and nothing more
+JSON_TYPES = {"true": "boolean", "false": "boolean", "null": "null"}
+
+
+def python_rules(tool: Tool, number: int) -> list[str]:
+    """The rules for a tool's arguments: those that its schema names, in their order, of which those that
+    are not required may be missing, and then any others. Values are written as JSON, which
+    python_calls.py reads, too. UserError if the name of an argument cannot be written.
+
+    Not enforced are the schema's keywords about the object as a whole. number: the tool's, in the
+    names of its rules.
+    """
+    properties, required, others = named_arguments(tool.schema)
+    rules = []
+    rest = json.dumps("")  # the rule for what follows an argument
+    first = rest  # the same, if no argument has come
+    if others is not False:
+        named = "".join(f" & ~{json.dumps(key + '=')}" for key in properties)
+        rules.append(f"KEY_{number}: {OTHER_KEYWORD}{named}")
+        rules.append(f"other_{number}: KEY_{number} ({python_value(others, tool)})")
+        rest = f'(", " other_{number})*'
+        first = f"(other_{number} {rest})?"
+
+    for key, schema in reversed(properties.items()):
+        if schema is False:
+            continue
+        if not KEYWORD.fullmatch(key):
+            place = f"{tool.place}.properties[{json.dumps(key[:60])}]"
+            raise UserError(f"{place}: a call as in Python cannot have an argument of this name")
+        here = f"{number}_{len(rules)}"
+        is_required = key in required
+        rules += [
+            f"item_{here}: {json.dumps(key + '=')} ({python_value(schema, tool)})",
+            f'rest_{here}: (", " item_{here}){{{int(is_required)},1}} {rest}',
+            f"first_{here}: item_{here} {rest}" + ("" if is_required else f" | {first}"),
+        ]
+        rest = f"rest_{here}"
+        first = f"first_{here}"
+    return [*rules, f"arguments_{number}: {first}"]
+
+
+def python_value(schema: dict | bool, tool: Tool) -> str:
+    """The expression of a value as JSON, or if its schema has just a type, as a word of Python."""
+    found = follow(schema, tool.schema)
+    parts = [found]
+    if isinstance(found, dict) and set(found) <= {"anyOf", *PLAIN}:
+        parts = found.get("anyOf", parts)
+    types: set[str] = set()
+    for part in (follow(one, tool.schema) for one in parts):
+        if isinstance(part, dict) and set(part) <= PLAIN:
+            types |= types_of(part, tool.schema) or set(JSON_TYPES.values())
+    words = [json.dumps(JSON_WORDS[word]) for word, kind in JSON_TYPES.items() if kind in types]
+    return " | ".join([value_rule(schema, tool.schema, not tool.strict), *words])

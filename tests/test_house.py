@@ -22,7 +22,7 @@ ORDER = """
     drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.mtp drafts.loading
     speculative
     load chat generate
-    server.parameters server.python_calls server.python_grammars server.tools server.tool_grammars server.answers
+    server.parameters server.python_calls server.tools server.tool_grammars server.answers
     server.pipe_messages server.request_fields server.constraints server.chat_prompts server.answer_text server.api
     server.responses
     server.anthropic server.openai_responses server.metrics server.engine_client server.error_responses server.access

@@ -57,7 +57,7 @@ from load import (
 from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
 from tokenizer import Tokenizer, answer_end_ids
 
-WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client")
+WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client", "pydantic")
 STALLED_TIMEOUT_S = 30  # a client that has read nothing for this long is disconnected
 SEND_BUFFER_BYTES = 1 << 18  # of a response that the system holds for its client
 DEFAULT_CONTEXT = 4096  # positions of a cache row without --max_seq_length, if the model has them

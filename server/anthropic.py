@@ -1,21 +1,34 @@
 """Anthropic's Messages API, translated: requests become those of OpenAI's chat, and answers become
 Anthropic's messages.
 
-Read down: errors; chat_body, which translates a request's body, with the messages and the tools;
-the parsers of both paths; MessageBuilder, which builds responses. If this file is deleted,
-http_server.py has no such paths.
+Read down: errors; chat_body, which translates a request's body (anthropic_requests.py has its
+fields), with the messages and the tools; the parsers of both paths; MessageBuilder, which builds
+responses. If this file is deleted, http_server.py has no such paths.
 
-Source: Anthropic's API reference (Messages, Streaming Messages, Errors, Count Message tokens).
+Source: Anthropic's API reference (Streaming Messages, Errors).
 """
 
 import json
 
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
+from server.anthropic_requests import (
+    Document,
+    Message,
+    MessageBody,
+    RedactedThinking,
+    SearchResult,
+    TextBlock,
+    Thinking,
+    Tool,
+    ToolReference,
+    ToolResult,
+    ToolUse,
+)
 from server.api import Choice, CompletionRequest, ServedModel
-from server.chat_prompts import get_key
+from server.openai_requests import ChatBody
 from server.parameters import refuse_constant
 from server.pipe_messages import Update
-from server.request_fields import KIND_NAMES, ApiError, FieldReader, read_role, read_stop_strings
+from server.request_fields import ApiError
 from server.responses import named_event
 
 # ---------------------------------------------------------------- errors
@@ -36,70 +49,42 @@ def anthropic_error(error: ApiError) -> dict:
 # ---------------------------------------------------------------- requests
 
 
-def chat_body(fields: FieldReader) -> dict:
-    """The body of /v1/chat/completions that asks for the same, without max_tokens."""
-    same_names = ("model", "temperature", "top_p", "top_k", "stream")
-    body = {name: fields.unread.pop(name, None) for name in same_names}
-    body["stop"] = list(read_stop_strings(fields, "stop_sequences"))
-    body["messages"] = read_messages(fields)
-    tools = fields.read("tools", list, [])
-    body["tools"] = [translate_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    body |= tool_choice_fields(fields.read("tool_choice", dict, {}))
+def chat_body(body: dict) -> dict:
+    """The body of /v1/chat/completions that asks for the same."""
+    fields = MessageBody.read(body)
+    settings = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens")
+    chat = {name: getattr(fields, name) for name in settings}
+    chat["stop"] = list(fields.stop_sequences)
+    chat["messages"] = translate_messages(fields)
+    chat["tools"] = [translate_tool(tool) for tool in fields.tools]
+    named = {"type": "function", "function": {"name": fields.tool_choice.name}}
+    choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+    chat["tool_choice"] = choices[fields.tool_choice.type]
+    chat["parallel_tool_calls"] = not fields.tool_choice.disable_parallel_tool_use
 
-    settings = FieldReader(fields.read("thinking", dict, {}))
-    thinking = settings.unread.get("type")
-    if thinking not in (None, "enabled", "disabled", "adaptive"):
-        raise ApiError("thinking.type must be enabled, disabled or adaptive", param="thinking")
-    if thinking in ("enabled", "disabled"):
-        body["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
-    if thinking == "enabled":
-        body["thinking_budget"] = settings.read("budget_tokens", int, None, 1)
-
-    config = fields.read("output_config", dict, {})
-    body["reasoning_effort"] = FieldReader(config).read("effort", str)
-    older = translate_format(fields.unread.pop("output_format", None), "output_format")
-    format = translate_format(config.get("format"), "output_config.format")
-    body["response_format"] = format or older  # output_format is the name that it had first
-
-    for name in ("mcp_servers", "container", "thread"):
-        if fields.unread.pop(name, None):
-            raise ApiError(f"{name} is not supported", param=name)
-    fields.read("metadata", dict)
-    fields.check_unread()
-    return body
+    thinking = fields.thinking
+    if thinking.type in ("enabled", "disabled"):
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.type == "enabled"}
+    if thinking.type == "enabled":
+        chat["thinking_budget"] = thinking.budget_tokens
+    chat["reasoning_effort"] = fields.output_config.effort
+    format = fields.output_config.format or fields.output_format
+    if format is not None:
+        described = {"name": "format", "schema": format.schema_, "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": described}
+    return chat
 
 
-def translate_format(format, name: str) -> dict | None:
-    """The value of response_format for the format of an answer in the field `name`."""
-    if format is None:
-        return None
-    schema = None
-    if get_key(format, "type") == "json_schema":
-        schema = format.get("schema")
-    if not isinstance(schema, dict):
-        text = f"{name} must have the type json_schema and a schema"
-        raise ApiError(text, param=name.partition(".")[0])
-    described = {"name": "format", "schema": schema, "strict": True}
-    return {"type": "json_schema", "json_schema": described}
-
-
-def read_messages(fields: FieldReader) -> list[dict]:
+def translate_messages(fields: MessageBody) -> list[dict]:
     """The messages for OpenAI's chat. The first one joins the field `system` and the system
     messages at the beginning."""
-    system = fields.read("system", (str, list))
-    given = fields.read("messages", list)
-    if not given:
-        raise ApiError("messages must be a list with at least one message", param="messages")
-
-    instructions = block_texts(system, "system") if system else []
+    instructions = [block.text for block in fields.system]
     translated = []
-    for i, message in enumerate(given):
-        name = f"messages[{i}]"
-        role = read_role(message, name, ("user", "assistant", "system"))
-        if role == "system" and not translated:
-            instructions += block_texts(message.get("content"), f"{name}.content")
+    for message in fields.messages:
+        if message.role == "system" and not translated:
+            instructions += [block.text for block in message.content]
         else:
-            translated += translate_message(role, message.get("content"), f"{name}.content")
+            translated += translate_message(message)
 
     if instructions and is_header(instructions[0]):
         del instructions[0]
@@ -115,164 +100,72 @@ def is_header(text: str) -> bool:
     return line.startswith("x-anthropic-") and "\n" not in line
 
 
-def block_texts(content, name: str, role: str = "system") -> list[str]:
-    """The texts of a content, which is a string or a list of blocks.
-
-    role: "system" or "tool". All blocks that BLOCKS allows for them have a text.
-    """
-    blocks = read_blocks(content, name, BLOCKS[role])
-    return [block_text(block, f"{name}[{i}]") for i, block in enumerate(blocks)]
-
-
-READABLE = {"document": dict, "search_result": list}
-# The types of blocks that a role may have, and for each the Python type of the field that is read.
-BLOCKS = {
-    "system": {"text": str},
-    "user": {"text": str, "tool_result": str} | READABLE,
-    "tool": {"text": str, "tool_reference": str} | READABLE,
-    "assistant": {"text": str, "thinking": str, "redacted_thinking": str, "tool_use": dict},
-}
-# The field that is read, if its name is not the type of the block.
-KEYS = {
-    "tool_result": "tool_use_id", "redacted_thinking": "data", "tool_use": "input",
-    "document": "source", "search_result": "content", "tool_reference": "tool_name",
-}  # fmt: skip
-
-
-def read_blocks(content, name: str, types: dict[str, type]) -> list[dict]:
-    """The blocks of a content. ApiError if a block is malformed, or its type is not in `types`."""
-    blocks = content
-    if isinstance(content, str):
-        blocks = [{"type": "text", "text": content}]
-    if not isinstance(blocks, list):
-        raise ApiError(f"{name} must be a string or a list of blocks", param=name)
-
-    for i, block in enumerate(blocks):
-        kind = get_key(block, "type")
-        if not isinstance(kind, str):
-            raise ApiError(f"{name}[{i}] must be an object with a type", param=name)
-        if kind not in types:
-            text = f"{name}[{i}]: a block of type {kind[:64]!r} is not supported here"
-            raise ApiError(f"{text}, only {', '.join(types)}", param=name)
-        key = KEYS.get(kind, kind)
-        if not isinstance(block.get(key), types[kind]):
-            raise ApiError(f"{name}[{i}].{key} must be {KIND_NAMES[types[kind]]}", param=name)
-    return blocks
-
-
-def block_text(block: dict, name: str) -> str:
-    """The text of a block of type text or tool_reference, or of a type in READABLE."""
-    kind = block["type"]
-    if kind in ("text", "tool_reference"):
-        return block[KEYS.get(kind, kind)]
-    citations = block.get("citations")
-    if isinstance(citations, dict) and citations.get("enabled"):
-        raise ApiError(f"{name}.citations is not supported", param=name)
-
-    if kind == "search_result":
-        before = [block.get("title"), block.get("source")]
-        texts = block_texts(block["content"], f"{name}.content")
+def block_text(block: TextBlock | ToolReference | SearchResult | Document) -> str:
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, ToolReference):
+        return block.tool_name
+    if isinstance(block, SearchResult):
+        lines = [block.title, block.source]
+        texts = block.content
     else:
-        before = [block.get("title"), block.get("context")]
-        texts = block_texts(document_content(block["source"], name), f"{name}.source")
-    titles = [text for text in before if isinstance(text, str) and text]
-    return "\n".join(titles + texts)
+        lines = [block.title, block.context]
+        texts = block.source.content
+    return "\n".join([line for line in lines if line] + [one.text for one in texts])
 
 
-def document_content(source: dict, name: str):
-    """The content of a document, given its field `source`."""
-    kind = source.get("type")
-    if kind == "text":
-        return source.get("data")
-    if kind == "content":
-        return source.get("content")
-    text = f"{name}.source must have the type text or content"
-    raise ApiError(f"{text}, {str(kind)[:64]!r} is not supported", param=name)
-
-
-def translate_message(role: str, content, name: str) -> list[dict]:
+def translate_message(message: Message) -> list[dict]:
     """The messages for OpenAI's chat: one for each result of a tool, and then one for the rest."""
-    results: list[dict] = []
-    texts: list[str] = []
-    calls: list[dict] = []
+    results = []
+    texts = []
+    calls = []
     thoughts = ""
-    for i, block in enumerate(read_blocks(content, name, BLOCKS[role])):
-        kind = block["type"]
-        if kind == "tool_result":
-            parts = block_texts(block.get("content") or "", f"{name}[{i}].content", "tool")
-            call_id = block["tool_use_id"]
-            results.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(parts)})
-        elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block["input"]}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "thinking":
-            thoughts += block["thinking"]
-        elif kind != "redacted_thinking":
-            texts.append(block_text(block, f"{name}[{i}]"))
+    for block in message.content:
+        if isinstance(block, ToolResult):
+            text = "\n".join(map(block_text, block.content))
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, Thinking):
+            thoughts += block.thinking
+        elif not isinstance(block, RedactedThinking):
+            texts.append(block_text(block))
 
     if results and not texts:
         return results
-    separator = "" if role == "assistant" else "\n"
-    message = {"role": role, "content": separator.join(texts)}
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    if calls:
-        message["tool_calls"] = calls
-    return [*results, message]
+    separator = "" if message.role == "assistant" else "\n"
+    translated = {"role": message.role, "content": separator.join(texts)}
+    if message.role == "assistant":
+        translated |= {"reasoning_content": thoughts, "tool_calls": calls}
+    return [*results, translated]
 
 
-def translate_tool(tool, name: str) -> dict:
+def translate_tool(tool: Tool) -> dict:
     """A tool as OpenAI's chat has it."""
-    rule = "is not supported, only tools with a name and an input_schema"
-    if not isinstance(tool, dict):
-        raise ApiError(f"{name} {rule}", param=name)
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise ApiError(f"{name} of type {str(kind)[:64]!r} {rule}", param=name)
-    if not isinstance(tool.get("input_schema"), dict):
-        raise ApiError(f"{name}.input_schema must be a JSON schema", param=name)
-    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
-    for key in ("description", "strict"):
-        if tool.get(key) is not None:
-            function[key] = tool[key]
-    return {"type": "function", "function": function}
-
-
-def tool_choice_fields(choice: dict) -> dict:
-    """The fields tool_choice and parallel_tool_calls of a chat."""
-    kind = choice.get("type", "auto")
-    name = choice.get("name")
-    single = FieldReader(choice).read("disable_parallel_tool_use", bool, False)
-    known = {"auto": "auto", "any": "required", "none": "none"}
-    if isinstance(name, str):
-        known["tool"] = {"type": "function", "function": {"name": name}}
-    if not isinstance(kind, str) or kind not in known:
-        rule = "tool_choice.type must be auto, any, none or tool with a name"
-        raise ApiError(rule, param="tool_choice")
-    return {"tool_choice": known[kind], "parallel_tool_calls": not single}
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {"strict": tool.strict}}
 
 
 # Patterns of names in the translated request, and the names of the same fields in Anthropic's.
 ANTHROPIC_NAMES = {
     r"response_format\.json_schema\.schema": "output_config.format.schema",
     r"\.function\.parameters": ".input_schema",
+    r"tool_choice\.function": "tool_choice",
     "response_format": "output_config",
 }
 
 
 def parse_message(model: ServedModel, body: dict) -> CompletionRequest:
     """Parse a body of /v1/messages."""
-    fields = FieldReader(body)
-    max_tokens = fields.read("max_tokens", int, None, 1)
-    return model.parse_translated(chat_body(fields) | {"max_tokens": max_tokens}, ANTHROPIC_NAMES, "msg")
+    return model.parse_translated(chat_body(body), ANTHROPIC_NAMES, "msg")
 
 
 def count_tokens(model: ServedModel, body: dict) -> dict:
     """The response of /v1/messages/count_tokens."""
-    fields = FieldReader(chat_body(FieldReader(body)))
-    model.check_model_name(fields)
-    conversation = model.chat.read_conversation(fields)
-    return {"input_tokens": len(model.chat.encode(conversation))}
+    fields = ChatBody.read(chat_body(body))
+    model.check_model_name(fields.model)
+    return {"input_tokens": len(model.chat.encode(model.chat.read_conversation(fields)))}
 
 
 # ---------------------------------------------------------------- responses

@@ -1,12 +1,9 @@
 """OpenAI's API as data: parses the JSON of requests.
 
 Read down: Choice and CompletionRequest, a parsed request with its results; ServedModel, which
-parses bodies. request_fields.py reads the single fields, chat_prompts.py those of conversations,
-and constraints.py those of grammars. responses.py builds responses; http_server.py is the HTTP
-side.
-
-Sources: OpenAI's API reference; vLLM's extensions of it (stop_token_ids, ignore_eos, min_p,
-continuous_usage_stats, /tokenize ...).
+parses bodies. openai_requests.py has the fields of a body, chat_prompts.py makes the prompt of a
+chat, and constraints.py the grammar of an answer. responses.py builds responses; http_server.py is
+the HTTP side.
 """
 
 import itertools
@@ -24,19 +21,9 @@ from server.answer_text import AnswerText
 from server.answers import AnswerParser, Event, without_broken_calls
 from server.chat_prompts import ChatModel, Conversation
 from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
+from server.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.pipe_messages import TextRequest, Update
-from server.request_fields import (
-    MAX_LOGPROBS,
-    ApiError,
-    FieldReader,
-    read_max_tokens,
-    read_n,
-    read_sampling_params,
-    read_stop_ids,
-    read_stop_strings,
-    read_stream_options,
-    read_token_ids,
-)
+from server.request_fields import ApiError
 from tokenizer import Tokenizer, TokenizerFiles
 
 LONG_TOKEN = 16  # characters: more than tokens have on average
@@ -213,14 +200,7 @@ class ServedModel:
             text = f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed"
             raise ApiError(text, param="prompt")
 
-        encoded = []
-        for one in prompts:
-            if isinstance(one, str):
-                encoded.append((self.encode(one, "prompt"), one))
-            else:
-                rule = "text, a list of texts, token ids or a list of lists of them"
-                encoded.append((read_token_ids(one, "prompt", rule), None))
-        return encoded
+        return [(self.encode(one, "prompt"), one) if isinstance(one, str) else (one, None) for one in prompts]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a single token, as logprobs show it, including special tokens."""
@@ -240,12 +220,11 @@ class ServedModel:
 
     # ------------------------------------------------------------ requests for completions
 
-    def check_model_name(self, fields: FieldReader):
-        """Read the name of the model in a request. Only a strict server refuses other names.
+    def check_model_name(self, name: str):
+        """Check the name of the model in a request. Only a strict server refuses other names.
 
         Many clients send a fixed name. The response names the model that has answered.
         """
-        name = fields.read("model", str)
         if self.strict and name and name != self.name:  # without a name, any model will do
             raise self.unknown_model(name)
 
@@ -253,12 +232,12 @@ class ServedModel:
         text = f"the model {name!r} does not exist, only {self.name!r}"
         return ApiError(text, 404, "model", "model_not_found")
 
-    def check_length(self, prompt: list[int], max_tokens: int | None, param: str, low: int) -> int:
+    def check_length(self, prompt: list[int], max_tokens: int, param: str, low: int) -> int:
         """Return the number of tokens that may follow a prompt: max_tokens, but no more than fit into
-        the context, because many clients send a fixed number. None: as many as fit. ApiError if the
+        the context, because many clients send a fixed number. -1: as many as fit. ApiError if the
         prompt does not fit, or fills the context, so that no token can follow.
 
-        param: the field of the prompt. low: the fewest new tokens if max_tokens is None.
+        param: the field of the prompt. low: the fewest new tokens if max_tokens is -1.
         """
         too_long = "context_length_exceeded"
         try:
@@ -268,72 +247,56 @@ class ServedModel:
             raise ApiError(str(error), param=param, code=code) from None
 
         room = self.context_length - len(prompt)
-        if room < (low if max_tokens is None else min(max_tokens, 1)):
+        if room < (low if max_tokens == -1 else min(max_tokens, 1)):
             text = f"the prompt has {len(prompt)} tokens, as many as the context, so no token can follow"
             raise ApiError(text, param=param, code=too_long)
-        return room if max_tokens is None else min(max_tokens, room)
+        return room if max_tokens == -1 else min(max_tokens, room)
 
     def parse_completion(self, body: dict) -> CompletionRequest:
         """Parse a body of /v1/completions."""
-        fields = FieldReader(body)
-        self.check_model_name(fields)
-        prompts = self.encode_prompts(fields.unread.pop("prompt", None))
-        max_tokens = read_max_tokens(fields, 16, 0)
-        n = read_n(fields)
-        logprobs = fields.read("logprobs", int, None, 0, MAX_LOGPROBS)
-        echo = fields.read("echo", bool, False)
-        params = read_sampling_params(fields, self.config.vocab_size, self.sampling)
-        stop = read_stop_strings(fields)
-        stop_ids = read_stop_ids(fields, self.eos_ids)
-        options = read_stream_options(fields)
-        constraint = read_constraint(fields)
-        fields.check_unread()
-        if len(prompts) * n > MAX_PROMPTS:
-            text = f"{len(prompts)} prompts with n={n} are not supported"
+        fields = CompletionBody.read(body)
+        self.check_model_name(fields.model)
+        prompts = self.encode_prompts(fields.prompt)
+        if len(prompts) * fields.n > MAX_PROMPTS:
+            text = f"{len(prompts)} prompts with n={fields.n} are not supported"
             raise ApiError(f"{text}, at most {MAX_PROMPTS} answers in all", param="n")
 
-        constraint = self.grammars.fit_constraint(constraint)
+        constraint = self.grammars.fit_constraint(read_constraint(fields))
         grammar = None
         if constraint is not None:
             grammar = answer_source(constraint, {})
             is_tried = constraint.given is not None
             self.grammars.check(grammar, constraint.param, constraint.kind, is_tried)
 
+        stop_ids = fields.stop_ids(self.eos_ids)
+        all_params = fields.sampling_params(self.sampling, self.config.vocab_size)
         choices = []
         for ids, text in prompts:
-            new = self.check_length(ids, max_tokens, "prompt", 0)
-            if not echo:
+            new = self.check_length(ids, fields.max_tokens, "prompt", 0)
+            if not fields.echo:
                 text = ""
             elif text is None:
                 text = self.tokenizer.decode(ids)
-            for own_params in with_next_seeds(params, n):
-                request = Request(ids, own_params, new, stop_ids, logprobs=logprobs)
-                if echo:
-                    request.prompt_logprobs = logprobs
+            for params in all_params:
+                request = Request(ids, params, new, stop_ids, logprobs=fields.logprobs)
+                if fields.echo:
+                    request.prompt_logprobs = fields.logprobs
                 text_request = TextRequest(
-                    next(self.request_ids), request, stop, grammar=grammar, can_time_out=not choices
+                    next(self.request_ids), request, fields.stop, grammar=grammar, can_time_out=not choices
                 )
                 answer = AnswerText(self.tokenizer, text_request)
                 choices.append(Choice(len(choices), text_request, text, answer=answer))
-        return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, n, **options)
+        return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, fields.n, **fields.streaming())
 
     def parse_chat(self, body: dict) -> CompletionRequest:
         """Parse a body of /v1/chat/completions."""
-        fields = FieldReader(body)
-        self.check_model_name(fields)
+        fields = ChatBody.read(body)
+        self.check_model_name(fields.model)
         conversation = self.chat.read_conversation(fields)
         self.check_text(conversation.text, "messages")
         ids = self.chat.encode(conversation)
-        max_tokens = read_max_tokens(fields, None, 1)
-        n = read_n(fields)
-        logprobs = read_chat_logprobs(fields)
-        params = read_sampling_params(fields, self.config.vocab_size, self.sampling)
-        stop = read_stop_strings(fields)
-        stop_ids = read_stop_ids(fields, self.chat_eos_ids)
-        options = read_stream_options(fields)
         constraint = read_constraint(fields)
-        fields.check_unread()
-        max_tokens = self.check_length(ids, max_tokens, "messages", 1)
+        max_tokens = self.check_length(ids, fields.max_tokens, "messages", 1)
         grammar = self.checked_grammar(conversation, constraint)
 
         syntax = conversation.syntax
@@ -347,27 +310,27 @@ class ServedModel:
             syntax = replace(syntax, bare_calls=bare_calls)
             fits = partial(self.call_fits, conversation, grammar)
 
-        shown_ids = self.chat.shown_ids(conversation)
-        thinking = self.chat.limit_of_thoughts(conversation)
+        logprobs = fields.top_logprobs if fields.logprobs else None
+        stop_ids = fields.stop_ids(self.chat_eos_ids)
         choices = []
-        for own_params in with_next_seeds(params, n):
-            request = Request(ids, own_params, max_tokens, stop_ids, logprobs=logprobs)
+        for params in fields.sampling_params(self.sampling, self.config.vocab_size):
+            request = Request(ids, params, max_tokens, stop_ids, logprobs=logprobs)
             text_request = TextRequest(
                 next(self.request_ids),
                 request,
-                stop,
+                fields.stop,
                 conversation.continues,
                 grammar,
-                thinking,
-                shown_ids,
+                self.chat.limit_of_thoughts(conversation),
+                self.chat.shown_ids(conversation),
                 can_time_out=not choices,
                 syntax=syntax,
             )
-            parser = AnswerParser(syntax, stop, fits)
+            parser = AnswerParser(syntax, fields.stop, fits)
             answer = AnswerText(self.tokenizer, text_request, parser)
             choices.append(Choice(len(choices), text_request, parser=parser, answer=answer))
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
-        return CompletionRequest(response_id, choices, n, is_chat=True, **options)
+        return CompletionRequest(response_id, choices, fields.n, is_chat=True, **fields.streaming())
 
     def parse_translated(self, body: dict, names: dict[str, str], kind: str) -> CompletionRequest:
         """Parse a body of /v1/chat/completions that a request of another API was translated to.
@@ -414,36 +377,30 @@ class ServedModel:
 
     def tokenize(self, body: dict) -> dict:
         """The response of /tokenize: the ids of a text or of a conversation."""
-        fields = FieldReader(body)
-        self.check_model_name(fields)
-        add_bos = fields.read("add_special_tokens", bool, True)
-        if "messages" in fields.unread:
+        fields = TokenizeBody.read(body)
+        self.check_model_name(fields.model)
+        if fields.messages is not None:
             ids = self.chat.encode(self.chat.read_conversation(fields))
+        elif fields.prompt is not None:
+            ids = self.encode(fields.prompt, "prompt", fields.add_special_tokens)
         else:
-            text = fields.read("prompt", str)
-            if text is None:
-                raise ApiError("prompt must be a string", param="prompt")
-            ids = self.encode(text, "prompt", add_bos)
+            raise ApiError("prompt must be a string", param="prompt")
 
         response = {"count": len(ids), "max_model_len": self.context_length, "tokens": ids}
-        if fields.read("return_token_strs", bool, False):
+        if fields.return_token_strs:
             response["token_strs"] = [self.token_text(i) for i in ids]
-        fields.check_unread()
         return response
 
     def detokenize(self, body: dict) -> dict:
         """The response of /detokenize: the text of token ids."""
-        fields = FieldReader(body)
-        self.check_model_name(fields)
-        ids = read_token_ids(fields.unread.pop("tokens", None), "tokens")
-        fields.check_unread()
-
+        fields = DetokenizeBody.read(body)
+        self.check_model_name(fields.model)
         V = self.config.vocab_size
-        for i in ids:
+        for i in fields.tokens:
             if not 0 <= i < V:
                 text = f"token id {i} is outside the vocabulary of {V} (0 to {V - 1})"
                 raise ApiError(text, param="tokens")
-        return {"prompt": self.tokenizer.decode(ids)}
+        return {"prompt": self.tokenizer.decode(fields.tokens)}
 
     def tokenizer_info(self) -> dict:
         """The response of /tokenizer_info, for clients that tokenize like the server (lm-eval)."""
@@ -461,19 +418,3 @@ class ServedModel:
         if name and name != self.name:
             raise self.unknown_model(name)
         return self.model_card()
-
-
-def read_chat_logprobs(fields: FieldReader) -> int | None:
-    """How many alternatives to each new token a chat wants the log-probabilities of; None if it
-    wants no log-probabilities."""
-    wants_logprobs = fields.read("logprobs", bool, False)
-    top_logprobs = fields.read("top_logprobs", int, 0, 0, MAX_LOGPROBS)
-    if top_logprobs and not wants_logprobs:
-        raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-    return top_logprobs if wants_logprobs else None
-
-
-def with_next_seeds(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """The parameters of n answers: the first has the request's seed, the others the next ones."""
-    seeds = [(params.seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]  # in 64 bits
-    return [replace(params, seed=seed) for seed in seeds]

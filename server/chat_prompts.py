@@ -1,8 +1,8 @@
 """Conversations: turns the messages and tools of a chat request into the prompt that the model's
 template writes.
 
-Read down: Conversation, a parsed one; ChatModel, which parses the fields about the conversation;
-the messages; the tools. api.py reads the sampling parameters and the other fields of a request.
+Read down: Conversation, a parsed one; ChatModel, which makes it of the fields about the
+conversation; variants of messages for templates that know less; the arguments of calls.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from cli import UserError, print_status
 from grammar import ThinkingBudget
 from server.answers import AnswerSyntax
 from server.constraints import Constraint, answer_source
+from server.openai_requests import ConversationFields, Function, FunctionTool, Message, ToolSubset, text_of
 from server.parameters import property_types
-from server.request_fields import ApiError, FieldReader, log_once, read_role
+from server.request_fields import ApiError, log_once
 from server.tool_grammars import ToolGrammar
 from server.tools import (
-    NAME_PATTERN,
     Tool,
     ToolFormat,
     find_tool_format,
@@ -32,14 +32,8 @@ from server.tools import (
 )
 from tokenizer import ChatTemplate, Tokenizer, TokenizerFiles
 
-MAX_TOOLS = 128
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# The key of a part's text, by the type of the part.
-PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # The names that servers and templates have for thoughts.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
-ASSISTANT_KEYS = {"refusal", "function_call", *THOUGHTS}
 NO_TOOLS = "the model's chat template does not support tools, or its format of calls is unknown"
 
 
@@ -110,21 +104,17 @@ class ChatModel:
         if not self.template_words.isdisjoint(THOUGHTS):
             self.template_words.update(THOUGHTS)  # check_message writes thoughts under each name
 
-    def read_conversation(self, fields: FieldReader) -> Conversation:
-        """Read the fields of a request that are about the conversation."""
-        messages = fields.unread.pop("messages", None)
-        tools = self.read_tools(fields)
-        variables = fields.read("chat_template_kwargs", dict, {}) | self.read_thinking(fields)
-        thinking_budget = fields.read("thinking_budget", int, None, 0)
-        add_prompt = fields.read("add_generation_prompt", bool)
-        continues = fields.read("continue_final_message", bool, False)
+    def read_conversation(self, fields: ConversationFields) -> Conversation:
+        """The conversation that a request asks for."""
         if self.template is None:
             raise ApiError(self.template_error, param="messages")
-        if not isinstance(messages, list) or not messages:
-            raise ApiError("messages must be a list with at least one message", param="messages")
-
-        checked = [self.check_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        tools = self.read_tools(fields)
+        variables = fields.chat_template_kwargs | self.thinking_variables(fields)
+        checked = [self.check_message(one, f"messages[{i}]") for i, one in enumerate(fields.messages)]
         checked = name_results(checked)
+
+        add_prompt = fields.add_generation_prompt
+        continues = fields.continue_final_message
         ends_with_answer = checked[-1]["role"] == "assistant"
         if continues and not ends_with_answer:
             text = "continue_final_message: the last message is not the assistant's"
@@ -138,33 +128,26 @@ class ChatModel:
             text = "add_generation_prompt is not supported, except with true"
             raise ApiError(text, param="add_generation_prompt")
         conversation = self.render(checked, tools, variables, continues)
-        conversation.thinking_budget = thinking_budget
-        if thinking_budget is not None and self.thinking is None:
+        conversation.thinking_budget = fields.thinking_budget
+        if fields.thinking_budget is not None and self.thinking is None:
             text = "a request has thinking_budget, which is ignored: the model has no thoughts"
             log_once(fields.logged, "thinking_budget", text)
         return conversation
 
-    def read_thinking(self, fields: FieldReader) -> dict:
+    def thinking_variables(self, fields: ConversationFields) -> dict:
         """The template's variables for OpenAI's reasoning_effort, as llama-server translates it,
         and for Qwen's enable_thinking."""
-        effort = fields.read("reasoning_effort", str)
-        enabled = fields.read("enable_thinking", bool)
-        variables = {}
-        if enabled is not None:
-            variables["enable_thinking"] = enabled
-        if effort == "none":
-            variables["enable_thinking"] = False
-        elif effort is not None:
-            variables["reasoning_effort"] = effort
+        asked = {"enable_thinking": fields.enable_thinking, "reasoning_effort": fields.reasoning_effort}
+        names = dict(zip(asked, asked))
+        if fields.reasoning_effort == "none":
+            asked = {"enable_thinking": False}
+            names = {"enable_thinking": 'reasoning_effort "none"'}
+        variables = {name: value for name, value in asked.items() if value is not None}
 
-        for name in variables:
-            if name not in self.template_words:
-                asked = name
-                if name == "enable_thinking" and enabled is None:
-                    asked = 'reasoning_effort "none"'
-                reason = f"the model's chat template does not know {name}"
-                text = f"a request has {asked}, which is ignored: {reason}"
-                log_once(fields.logged, f"template: {name}", text)
+        for name in variables.keys() - self.template_words:
+            reason = f"the model's chat template does not know {name}"
+            text = f"a request has {names[name]}, which is ignored: {reason}"
+            log_once(fields.logged, f"template: {name}", text)
         return variables
 
     def render(self, messages: list[dict], tools: ToolChoice, variables: dict, continues: bool) -> Conversation:
@@ -276,71 +259,47 @@ class ChatModel:
 
     # ------------------------------------------------------------ messages
 
-    def check_message(self, message, name: str) -> dict:
+    def check_message(self, message: Message, name: str) -> dict:
         """A message with its role, its text and what else the template knows. A message of the
         assistant also has its thoughts, and its calls as (id, name, arguments).
 
-        ApiError if the message is malformed, or has more than text.
+        name: of the message in the request, for errors.
         """
-        role = read_role(message, name, CHAT_ROLES)
-        if role == "developer":
-            role = "system"
-        if role == "function":  # OpenAI's older role for the result of a function_call
-            check_string(message.get("name"), f"{name}.name")
-            message = message | {"tool_call_id": old_call_id(message)}
-            role = "tool"
-        if role == "tool" and self.template is not None and self.tool_format is None:
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+        if role == "tool" and self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.role")
+        checked = {"role": role, "content": text_of(message.content)} | self.further_keys(message, name)
+        if message.name is not None:
+            checked["name"] = message.name
 
-        checked = {"role": role} | self.further_keys(message, name)
-        function = message.get("function_call")
-        calls = message.get("tool_calls")
-        if function:
-            call = {"id": old_call_id(function), "function": function}
-            checked["tool_calls"] = self.check_calls([call], role, f"{name}.function_call")
-        elif calls not in (None, []):
-            checked["tool_calls"] = self.check_calls(calls, role, f"{name}.tool_calls")
-
-        content = message.get("content")
-        if role == "assistant":
-            content, thoughts = read_answer(message, name)
-            if thoughts:
-                checked |= dict.fromkeys(THOUGHTS, thoughts)
+        if message.role == "assistant":
+            checked["content"] += message.refusal
+            if message.thoughts:
+                checked |= dict.fromkeys(THOUGHTS, message.thoughts)
+            calls = message.calls
+            if calls and self.tool_format is None:
+                raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.tool_calls")
+            if calls:
+                checked["tool_calls"] = [(call_id, one.name, read_arguments(one.arguments)) for call_id, one in calls]
         elif role == "tool":
-            if content is None:
-                content = ""
-            call_id = check_string(message.get("tool_call_id"), f"{name}.tool_call_id")
-            checked["tool_call_id"] = call_id
-        checked["content"] = check_content(content, f"{name}.content")
-        if message.get("name") is not None:
-            checked["name"] = check_string(message["name"], f"{name}.name")
+            checked["tool_call_id"] = message.tool_call_id
         return checked
 
-    def further_keys(self, message: dict, name: str) -> dict:
+    def further_keys(self, message: Message, name: str) -> dict:
         """The keys of a message that are not OpenAI's, but that the template knows, such as OLMo's
         functions. Keys that the template does not know are ignored, and logged once."""
-        known = MESSAGE_KEYS
-        if message["role"] == "assistant":
-            known = MESSAGE_KEYS | ASSISTANT_KEYS
-        given = {key: value for key, value in message.items() if value is not None}
-        further = {key: value for key, value in given.items() if key not in known}
-        for key in ("audio", "images"):
+        further = message.model_extra
+        for key in ("audio", "images", "tool_calls", "function_call"):
             if further.get(key):
-                raise ApiError(f"{name}.{key} is not supported", param=f"{name}.{key}")
+                text = f"{name}.{key} is not supported in a message of the role {message.role}"
+                raise ApiError(text, param=f"{name}.{key}")
 
-        optional = {key for key in ("name", *THOUGHTS) if message.get(key)}
+        optional = {key for key in ("name", *THOUGHTS) if vars(message).get(key)}
         for key in (further.keys() | optional) - self.template_words:
             reason = "the chat template does not know it"
             text = f"a message has the field {key[:60]!r}, which is ignored: {reason}"
-            log_once(FieldReader.logged, f"message: {key}", text)
+            log_once(message.logged, f"message: {key}", text)
         return {key: value for key, value in further.items() if key in self.template_words}
-
-    def check_calls(self, calls, role: str, name: str) -> list[tuple]:
-        if self.tool_format is None:
-            raise ApiError(f"{name}: {NO_TOOLS}", param=name)
-        if role != "assistant" or not isinstance(calls, list):
-            raise ApiError(f"{name} must be a list, in a message of the assistant", param=name)
-        return [check_call(call, f"{name}[{i}]") for i, call in enumerate(calls)]
 
     def message_for_template(self, message: dict) -> dict:
         """A checked message, as the model's template expects it."""
@@ -376,30 +335,27 @@ class ChatModel:
 
     # ------------------------------------------------------------ tools
 
-    def read_tools(self, fields: FieldReader) -> ToolChoice:
-        """Read the fields about tools."""
-        given = fields.read("tools", list, [])
-        choice = fields.unread.pop("tool_choice", None)
-        several = fields.read("parallel_tool_calls", bool, True)
-        if len(given) > MAX_TOOLS:
-            text = f"the request has {len(given)} tools, at most {MAX_TOOLS} are allowed"
-            raise ApiError(text, param="tools")
-
-        tools = [check_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
-        names = [tool.name for tool in tools]
+    def read_tools(self, fields: ConversationFields) -> ToolChoice:
+        """The tools of a request."""
+        functions = [tool.function for tool in fields.tools]
+        names = [function.name for function in functions]
         for name in names:
             if names.count(name) > 1:
                 raise ApiError(f"tools has {name!r} twice", param="tools")
-        allowed, required = read_tool_choice(choice, names)
-        if not tools or choice == "none":
-            return ToolChoice()
-        if self.template is not None and self.tool_format is None:
-            raise ApiError(f"tools: {NO_TOOLS}", param="tools")
 
-        described = [describe_tool(tool) for tool in given]
-        tools = [tool for tool in tools if tool.name in allowed]
-        asks_for_one = isinstance(choice, dict) and choice["type"] == "function"
-        return ToolChoice(tools, described, required, several and not asks_for_one)
+        choice = fields.tool_choice
+        allowed, required = allowed_names(choice, names)
+        if not names or choice == "none":
+            return ToolChoice()
+        if self.tool_format is None:
+            raise ApiError(f"tools: {NO_TOOLS}", param="tools")
+        tools = [
+            Tool(one.name, one.parameters or {}, bool(one.strict), f"tools[{i}].function.parameters")
+            for i, one in enumerate(functions)
+            if one.name in allowed
+        ]
+        several = fields.parallel_tool_calls and not isinstance(choice, FunctionTool)
+        return ToolChoice(tools, list(map(describe_function, functions)), required, several)
 
 
 def render_somehow(messages: list[dict], render: Callable[[list[dict]], str]) -> str:
@@ -459,78 +415,6 @@ def with_joined_users(messages: list[dict]) -> list[dict]:
     return joined
 
 
-def read_answer(message: dict, name: str) -> tuple:
-    """The content and the thoughts of an assistant's message.
-
-    The content may be a list, some parts of which may be thoughts.
-    """
-    content = message.get("content")
-    thoughts = []
-    if content is None:
-        content = ""
-    if isinstance(content, list):
-        thoughts = [part for part in content if is_thought(part)]
-        content = [part for part in content if not is_thought(part)]
-    if isinstance(message.get("refusal"), str):
-        content = check_content(content, f"{name}.content") + message["refusal"]
-
-    for key in THOUGHTS:
-        if message.get(key) not in (None, ""):
-            return content, check_content(message[key], f"{name}.{key}")
-    texts = [check_content(part.get("thinking"), f"{name}.content") for part in thoughts]
-    return content, "".join(texts)
-
-
-def is_thought(part) -> bool:
-    return get_key(part, "type") == "thinking"
-
-
-def check_content(content, name: str) -> str:
-    """The text of a message's content; ApiError if it has more than text."""
-    if isinstance(content, list):
-        content = "".join(part_text(part, i, name) for i, part in enumerate(content))
-    return check_string(content, name, "a string or a list of text parts")
-
-
-def part_text(part, i: int, name: str) -> str:
-    """The text of part i of the content `name`."""
-    kind = get_key(part, "type")
-    if not isinstance(kind, str) or kind not in PART_TEXTS:
-        came = "no type" if kind is None else f"the type {str(kind)[:64]!r}"
-        text = f"{name}[{i}]: only parts of text are supported, this has {came}"
-        raise ApiError(text, param=name)
-    key = PART_TEXTS[kind]
-    text = part.get(key)
-    if not isinstance(text, str):
-        raise ApiError(f"{name}[{i}].{key} must be a string", param=name)
-    return text
-
-
-def get_key(value, key: str):
-    """The value of a key; None if it is missing, or if the value is not an object."""
-    return value.get(key) if isinstance(value, dict) else None
-
-
-def check_string(value, name: str, rule: str = "a string") -> str:
-    if not isinstance(value, str):
-        raise ApiError(f"{name} must be {rule}", param=name)
-    return value
-
-
-def old_call_id(call) -> str:
-    """The id of a function_call and of its result, which have the same name, but no id."""
-    return f"call_{call.get('name')}" if isinstance(call, dict) else ""
-
-
-def check_call(call, name: str) -> tuple:
-    """(id, function's name, arguments) of a call in a message."""
-    function = get_key(call, "function")
-    if not isinstance(function, dict) or not isinstance(call.get("id"), str):
-        raise ApiError(f"{name} must be an object with an id and a function", param=name)
-    check_name(function.get("name"), f"{name}.function.name")
-    return call["id"], function["name"], read_arguments(function.get("arguments"))
-
-
 def read_arguments(arguments):
     """The arguments of a call as an object, or else as they are, such as the text of a call that
     was cut off."""
@@ -541,11 +425,6 @@ def read_arguments(arguments):
     if parsed is None or parsed == "":
         return {}
     return parsed if isinstance(parsed, dict) else arguments
-
-
-def check_name(value, name: str):
-    if not isinstance(value, str) or not re.fullmatch(NAME_PATTERN, value):
-        raise ApiError(f"{name} must have 1 to 128 letters, digits, _ and -", param=name)
 
 
 def name_results(messages: list[dict]) -> list[dict]:
@@ -564,64 +443,27 @@ def name_results(messages: list[dict]) -> list[dict]:
     return named
 
 
-def check_tool(tool, name: str) -> Tool:
-    """A tool of a request; ApiError if it is malformed."""
-    function = get_key(tool, "function")
-    if not isinstance(function, dict) or tool.get("type") != "function":
-        rule = "must be an object of type function, other tools are not supported"
-        raise ApiError(f"{name} {rule}", param=name)
-    check_name(function.get("name"), f"{name}.function.name")
-
-    schema = function.get("parameters")
-    if schema is None:
-        schema = {}
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        text = f"{name}.function.parameters must be the JSON schema of an object"
-        raise ApiError(text, param=f"{name}.parameters")
-    description = function.get("description")
-    strict = function.get("strict")
-    if not isinstance(description, str | None) or not isinstance(strict, bool | None):
-        rule = "description must be a string, and strict true or false"
-        raise ApiError(f"{name}.function: {rule}", param=name)
-    return Tool(function["name"], schema, bool(strict), f"{name}.function.parameters")
-
-
-def describe_tool(tool: dict) -> dict:
-    """A checked tool as templates get it: with a description and parameters, and without strict."""
-    given = {key: value for key, value in tool["function"].items() if value is not None}
-    given.pop("strict", None)
+def describe_function(function: Function) -> dict:
+    """A tool as templates get it: with a description and parameters, and without strict."""
+    given = {key: value for key, value in function if value is not None and key != "strict"}
     no_parameters = {"type": "object", "properties": {}}
-    defaults = {"name": given["name"], "description": "", "parameters": no_parameters}
+    defaults = {"name": function.name, "description": "", "parameters": no_parameters}
     return {"type": "function", "function": defaults | given}
 
 
-def read_tool_choice(choice, names: list[str]) -> tuple[list[str], bool]:
+def allowed_names(choice, names: list[str]) -> tuple[list[str], bool]:
     """The names of the tools that the model may call, and whether it has to call one."""
-    if choice is None or choice in ("none", "auto"):
+    if choice in ("none", "auto"):
         return names, False
     if not names:
         raise ApiError("tool_choice needs tools", param="tool_choice")
     if choice == "required":
         return names, True
 
-    kind = get_key(choice, "type")
-    tools = None
-    mode = None
-    if kind == "function":
-        tools = [choice]
-        mode = "required"
-    elif kind == "allowed_tools" and isinstance(choice.get("allowed_tools"), dict):
-        tools = choice["allowed_tools"].get("tools")
-        mode = choice["allowed_tools"].get("mode")
-    if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
-        rule = 'none, auto, required, {"type": "function", "function": {"name": ...}} or '
-        rule += '{"type": "allowed_tools", "allowed_tools": '
-        rule += '{"mode": "auto" or "required", "tools": [...]}}'
-        raise ApiError(f"tool_choice must be {rule}", param="tool_choice")
-
-    allowed = [get_key(get_key(tool, "function"), "name") for tool in tools]
+    is_subset = isinstance(choice, ToolSubset)
+    chosen = choice.allowed_tools.tools if is_subset else [choice]
+    allowed = [tool.function.name for tool in chosen]
     for name in allowed:
         if name not in names:
-            text = f"tool_choice: there is no tool {str(name)[:64]!r}"
-            raise ApiError(text, param="tool_choice")
-    return allowed, mode == "required"
+            raise ApiError(f"tool_choice: there is no tool {name[:64]!r}", param="tool_choice")
+    return allowed, not is_subset or choice.allowed_tools.mode == "required"

@@ -3,10 +3,6 @@
 Read down: Constraint and read_constraint, which reads the fields of a request; answer_source, which
 writes the grammar of a whole answer; GrammarChecker, which refuses schemas and grammars that the
 engine could not use; run_apart, the process that tries them.
-
-Sources: response_format is OpenAI's, with llama-server's schema beside the type json_object;
-structured_outputs, and before it guided_json, guided_regex and guided_choice, are vLLM's;
-json_schema is llama-server's, regex SGLang's, and format Ollama's.
 """
 
 import hashlib
@@ -21,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from cli import UserError
 from grammar import GrammarTokenizer, check_size, fit_schema, refusal, schema_rule
-from server.request_fields import ApiError, FieldReader, log_once
+from server.openai_requests import ANY_OBJECT, Answers, ResponseFormat
+from server.request_fields import ApiError, log_once
 from server.tool_grammars import ToolGrammar, literal, text_until
 from server.tools import Tool
 from tokenizer import Tokenizer
@@ -36,7 +33,6 @@ TRY_TIME_S = 30  # the same, on a busy machine
 TRY_STACK_BYTES = 1 << 20
 MAX_DESCRIPTORS = 1 << 16
 NOT_COMPILED = "it is too complex to compile"
-ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -59,100 +55,53 @@ class Constraint:
     given: GivenSchema | None = None  # what the rule was made of
 
 
-def read_constraint(fields: FieldReader) -> Constraint | None:
-    """The constraint that a request asks for; ApiError if it is malformed, or one of several."""
-    kinds = ("json", "regex", "choice")
-    found = [read_response_format(fields.read("response_format", dict))]
-    outputs = fields.read("structured_outputs", dict) or {}
-    for name, value in outputs.items():
-        if name not in (*kinds, "json_object") and value not in (None, False):
+# Other servers' fields, each with the kind of its constraint.
+KINDS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "json_schema": "json", "regex": "regex", "format": "json",
+}  # fmt: skip
+
+
+def read_constraint(request: Answers) -> Constraint | None:
+    """The constraint that a request asks for; ApiError if it asks for several."""
+    outputs = request.structured_outputs
+    for name, value in outputs.model_extra.items():
+        if value is not False:
             raise ApiError(f"structured_outputs.{name} is not supported", param="structured_outputs")
-    if outputs.get("json_object"):
-        found.append(schema_constraint(ANY_OBJECT, "structured_outputs"))
-    found += [make_constraint(kind, outputs.get(kind), "structured_outputs") for kind in kinds]
-    for kind in kinds:
-        field = f"guided_{kind}"
-        found.append(make_constraint(kind, fields.unread.pop(field, None), field))
-    found += [read_other_spelling(fields, field) for field in ("json_schema", "regex", "format")]
 
-    given = [constraint for constraint in found if constraint is not None]
-    if len(given) > 1:
-        params = [constraint.param for constraint in given]
+    asked = [("structured_outputs", "json", outputs.schema_), ("structured_outputs", "regex", outputs.regex)]
+    asked.append(("structured_outputs", "choice", outputs.choice))
+    if outputs.json_object:
+        asked.append(("structured_outputs", "json", ANY_OBJECT))
+    asked += [(name, kind, getattr(request, name)) for name, kind in KINDS.items()]
+    found = [make_constraint(kind, value, name) for name, kind, value in asked if value is not None and value != ""]
+    if request.response_format is not None and request.response_format.type != "text":
+        found.insert(0, format_constraint(request.response_format))
+    if len(found) > 1:
+        params = [constraint.param for constraint in found]
         raise ApiError(f"an answer can fit only one of {' and '.join(params)}", param=params[1])
-    return given[0] if given else None
+    return found[0] if found else None
 
 
-def read_response_format(value: dict | None) -> Constraint | None:
+def format_constraint(format: ResponseFormat) -> Constraint:
     """The constraint in OpenAI's field."""
     param = "response_format"
-    if value is None:
-        return None
-    kind = value.get("type")
-    # type -> the key that may stand beside it
-    details = {"text": None, "json_object": "schema", "json_schema": "json_schema"}
-    if not isinstance(kind, str) or kind not in details:
-        raise ApiError(f"{param}.type must be text, json_object or json_schema", param=param)
-    for key, detail in value.items():
-        if key not in ("type", details[kind]) and detail is not None:
-            raise ApiError(f"{param}.{key[:64]} is not supported if the type is {kind}", param=param)
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return make_constraint("json", object_if_empty(value.get("schema")), param)
-
-    described = value.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if not isinstance(schema, dict | bool):
-        raise ApiError(f"{param}.json_schema.schema must be a JSON schema", param=param)
-    strict = described.get("strict")
-    if not isinstance(strict, bool | None):
-        raise ApiError(f"{param}.json_schema.strict must be true or false", param=param)
-    return schema_constraint(schema, param, lenient=not strict, place=f"{param}.json_schema.schema")
+    named = format.json_schema
+    if named is not None:
+        return schema_constraint(named.schema_, param, lenient=not named.strict, place=f"{param}.json_schema.schema")
+    return make_constraint("json", {} if format.schema_ is None else format.schema_, param)
 
 
-def read_other_spelling(fields: FieldReader, field: str) -> Constraint | None:
-    """The constraint in json_schema, regex or format. An empty text counts as missing."""
-    value = fields.unread.pop(field, None)
-    if value is None or value == "":
-        return None
-    if field == "regex":
-        return make_constraint("regex", value, field)
-    if field == "format" and value == "json":
-        value = {}
-    return make_constraint("json", object_if_empty(value), field)
-
-
-def object_if_empty(schema):
-    """The schema, but an empty or missing one means any object, as in llama-server."""
-    if schema is None or schema == {}:
-        return ANY_OBJECT
-    return schema
-
-
-def make_constraint(kind: str, value, param: str) -> Constraint | None:
-    """A constraint of vLLM's fields. kind: "json", "regex" or "choice"."""
-    if value is None:
-        return None
-
-    if kind == "json":
-        try:
-            schema = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError):
-            schema = None
-        # OpenAI's json_schema has the schema in an object with a name.
-        is_wrapped = isinstance(schema, dict) and isinstance(schema.get("schema"), dict)
-        if is_wrapped or not isinstance(schema, dict | bool):
-            raise ApiError(f"{param} must have a JSON schema itself, as an object or as JSON text", param=param)
-        return schema_constraint(schema, param, lenient=True)
-
+def make_constraint(kind: str, value, param: str) -> Constraint:
+    """kind: "json", "regex" or "choice". value: the value of the field `param`."""
     if kind == "regex":
-        if not isinstance(value, str) or not value:
-            raise ApiError(f"{param} must have a regular expression as a string", param=param)
         return Constraint(regex_rule(value, param), param, "the regular expression")
-
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise ApiError(f"{param} must have a list of texts to choose from", param=param)
-    return Constraint(f"({' | '.join(map(json.dumps, value))})", param, "the choice")
+    if kind == "choice":
+        return Constraint(f"({' | '.join(map(json.dumps, value))})", param, "the choice")
+    # An empty schema means any object there, as in llama-server.
+    if value == "json" or (value == {} and param in ("json_schema", "format", "response_format")):
+        value = ANY_OBJECT
+    return schema_constraint(value, param, lenient=True)
 
 
 def regex_rule(pattern: str, param: str) -> str:

@@ -12,6 +12,7 @@ contains the engine's own Request (engine.py).
 
 import asyncio
 import base64
+import gc
 import hashlib
 import os
 import re
@@ -71,6 +72,9 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
     # requests would wait.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARSER_THREADS))
     app = make_app(settings, engine, listener.getsockname()[0])
+    # A body may have thousands of objects. Python would look at all modules while they are made.
+    gc.freeze()
+    gc.set_threshold(20_000)
     server = HttpServer(app, BodyLimits(settings.context_length).max_bytes, app.log)
 
     def stop():

@@ -1,12 +1,11 @@
 """OpenAI's Responses API, translated: requests become those of chat, and answers become lists of
 items.
 
-Read down: KeptResponses, which later requests continue; parse_response; add_items, which turns
-items into a chat's messages; the tools; ItemBuilder, which builds responses. If this file is
-deleted, http_server.py has no such paths.
+Read down: KeptResponses, which later requests continue; parse_response (responses_requests.py has
+the fields); add_items, which turns items into a chat's messages; the tools; ItemBuilder, which
+builds responses. If this file is deleted, http_server.py has no such paths.
 
-Source: OpenAI's API reference (Responses, Streaming events), and the types of its client for
-Python.
+Source: OpenAI's API reference (Streaming events), and the types of its client for Python.
 """
 
 import json
@@ -15,12 +14,22 @@ import time
 from dataclasses import dataclass
 from itertools import takewhile
 
+from pydantic import TypeAdapter
+
 from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
-from server.chat_prompts import check_content, check_name, check_string, get_key
 from server.pipe_messages import Update
-from server.request_fields import MAX_BODY_BYTES, ApiError, FieldReader, encode_json, log_once
+from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, log_once
 from server.responses import ResponseBuilder, named_event
+from server.responses_requests import (
+    CallItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    ResponseBody,
+    ToolChoice,
+    ToolSubset,
+)
 
 MAX_KEPT = 1000  # turns
 MAX_KEPT_BYTES = 1 << 26
@@ -75,120 +84,73 @@ class KeptResponses:
 
 # ---------------------------------------------------------------- requests
 
-# Fields whose values are checked, but have no effect.
-UNUSED = {
-    "include": list, "service_tier": str, "max_tool_calls": int, "prompt_cache_retention": str,
-    "stream_options": dict, "prompt_cache_options": dict, "client_metadata": dict,
-}  # fmt: skip
-# Fields that are not supported. Each has a value that changes nothing, which is accepted, and a
-# hint for the error message. NEUTRAL_VALUES has more such fields.
-REFUSED = {
-    "n": (1, ""), "logprobs": (False, ""), "top_logprobs": (0, ""), "prompt": ("", ""),
-    "messages": ([], ""), "context_management": ([], ""),
-    "response_format": (None, "; text.format is"),
-    "reasoning_effort": (None, "; reasoning.effort is"),
-}  # fmt: skip
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-ITEM_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ITEMS = TypeAdapter(list[Item])
+# The fields of a request that the response repeats as they are, and those of a function.
+REPEATED = (
+    "instructions", "previous_response_id", "parallel_tool_calls", "max_output_tokens",
+    "metadata", "prompt_cache_key", "safety_identifier", "user",
+)  # fmt: skip
+FUNCTION_KEYS = ("type", "name", "description", "parameters", "strict")
 # Patterns of names in errors of the translated request, and the names in this API.
 RESPONSES_NAMES = {
     r"messages(\[\d+\][\w.\[\]]*)?": "input",
     r"response_format(\.json_schema)?": "text.format",
     r"\.function\b": "",
     r'"(function|allowed_tools)": \{(.*?)\}\}': r"\2}",
+    r"(?<=tool_choice)\.allowed_tools": "",
     "^verbosity": "text.verbosity",
 }
 
 
 def parse_response(model: ServedModel, kept: KeptResponses, body: dict) -> CompletionRequest:
     """Parse a body of /v1/responses."""
-    fields = FieldReader(body)
-    max_tokens = fields.read("max_output_tokens", int, None, 1)
-    is_kept = fields.read("store", bool, True)
-    turn = Turn(read_repeated(fields) | {"max_output_tokens": max_tokens}, [], is_kept)
-    chat = read_chat(fields, kept, turn) | {"max_tokens": max_tokens}
+    fields = ResponseBody.read(body)
+    turn = Turn({name: getattr(fields, name) for name in REPEATED}, [], fields.store)
+    if fields.previous_response_id is not None:
+        _, turn.messages = kept.find(fields.previous_response_id, "previous_response_id")
+    read_input(fields.input, turn.messages, int(2 * MAX_BODY_BYTES * kept.largest))
+    values = {
+        "tools": read_functions(fields), "tool_choice": body.get("tool_choice") or "auto",
+        "text": {"format": fields.text.format},
+    }  # fmt: skip
+    check_repeated(values)
+    chat = chat_body(fields, values["tools"], with_instructions(fields.instructions, turn.messages))
     completion = model.parse_translated(chat, RESPONSES_NAMES, "resp")
 
     completion.turn = turn
     params = completion.choices[0].request.params
-    turn.response |= {
+    turn.response |= values | {
         "id": completion.id, "object": "response", "created_at": completion.created,
         "status": "in_progress", "background": False, "error": None, "incomplete_details": None,
         "model": model.name, "output": [], "service_tier": "default",
+        "reasoning": {"effort": fields.reasoning.effort, "summary": None},
         "temperature": params.temperature, "top_p": params.top_p,
         "truncation": "disabled", "usage": None,
     }  # fmt: skip
     return completion
 
 
-def read_repeated(fields: FieldReader) -> dict:
-    """The fields without effect that the response repeats.
-
-    The other fields without effect, and those that are not supported, are checked.
-    """
-    for name, kind in UNUSED.items():
-        fields.read(name, kind)
-    for name, (neutral, hint) in REFUSED.items():
-        if fields.unread.pop(name, None) not in (None, neutral):
-            raise ApiError(f"{name} is not supported{hint}", param=name)
-
-    metadata = fields.read("metadata", dict, {})
-    has_long_names = any(len(key) > 64 for key in metadata)
-    is_text = all(isinstance(text, str) and len(text) <= 512 for text in metadata.values())
-    if len(metadata) > 16 or has_long_names or not is_text:
-        rule = "up to 16 texts of up to 512 characters, with names of up to 64"
-        raise ApiError(f"metadata must have {rule}", param="metadata")
-    text_fields = ("prompt_cache_key", "safety_identifier", "user")
-    texts = {name: fields.read(name, str) for name in text_fields}
-    return texts | {"metadata": metadata}
-
-
-def read_chat(fields: FieldReader, kept: KeptResponses, turn: Turn) -> dict:
-    """The body of /v1/chat/completions that asks for the same.
-
-    Writes the conversation, and the fields that its response repeats, into the turn.
-    """
-    instructions = fields.read("instructions", str)
-    previous = fields.read("previous_response_id", str)
-    if previous is not None:
-        _, turn.messages = kept.find(previous, "previous_response_id")
-    read_input(fields, turn.messages, int(2 * MAX_BODY_BYTES * kept.largest))
-
-    choice = fields.unread.pop("tool_choice", None)
-    several = fields.read("parallel_tool_calls", bool, True)
-    tools = read_functions(fields.read("tools", list, []), choice)
-    text = FieldReader(fields.read("text", dict, {}))
-    format = text.read("format", dict, {"type": "text"})
-    verbosity = text.read("verbosity", str)
-    effort = FieldReader(fields.read("reasoning", dict, {})).read("effort", str)
-    if effort not in (None, *EFFORTS):
-        rule = f"reasoning.effort must be one of {', '.join(EFFORTS)}"
-        raise ApiError(rule, param="reasoning.effort")
-
-    turn.response |= {
-        "instructions": instructions, "previous_response_id": previous,
-        "parallel_tool_calls": several, "tools": tools, "tool_choice": choice or "auto",
-        "text": {"format": format}, "reasoning": {"effort": effort, "summary": None},
-    }  # fmt: skip
+def chat_body(fields: ResponseBody, functions: list[dict], messages: list[dict]) -> dict:
+    """The body of /v1/chat/completions that asks for the same."""
+    format = fields.text.format
     if format.get("type") == "json_schema":
-        check_string(format.get("name"), "text.format.name")
+        if not isinstance(format.get("name"), str):
+            raise ApiError("text.format.name must be a string", param="text.format.name")
         format = {"type": "json_schema", "json_schema": format}
-    check_repeated({name: turn.response[name] for name in ("tools", "tool_choice", "text")})
-
-    return fields.unread | {
-        "messages": with_instructions(instructions, turn.messages), "add_generation_prompt": True,
-        "tools": [nest(tool) for tool in tools], "tool_choice": nest_tool_choice(choice),
-        "parallel_tool_calls": several, "reasoning_effort": effort,
-        "response_format": format, "verbosity": verbosity,
+    return fields.model_extra | {
+        "messages": messages, "add_generation_prompt": True, "max_tokens": fields.max_output_tokens,
+        "tools": list(map(nest, functions)), "tool_choice": nest_tool_choice(fields.tool_choice),
+        "parallel_tool_calls": fields.parallel_tool_calls, "response_format": format,
+        "reasoning_effort": fields.reasoning.effort, "verbosity": fields.text.verbosity,
     }  # fmt: skip
 
 
-def read_input(fields: FieldReader, messages: list[dict], max_bytes: int):
-    """Read the field `input`, and add its items to the messages of a chat, which may have max_bytes."""
-    given = fields.read("input", (str, list), [])
+def read_input(given: str | list[Item], messages: list[dict], max_bytes: int):
+    """Add the items of a request to the messages of a chat, which may have max_bytes."""
     if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    add_items(messages, given, "input")
+        messages.append({"role": "user", "content": given})
+    else:
+        add_items(messages, given)
     if not messages or "tool_calls" in messages[-1]:
         rule = "a string or a list of items whose last one is not a function_call"
         raise ApiError(f"input must be {rule}", param="input")
@@ -226,65 +188,29 @@ def with_instructions(instructions: str | None, messages: list[dict]) -> list[di
     return [{"role": "system", "content": "\n".join(texts)}, *rest]
 
 
-def add_items(messages: list[dict], items: list, place: str):
-    """Add items to the messages of a chat. place: the field that has the items, for errors."""
+def add_items(messages: list[dict], items: list[Item]):
+    """Add items to the messages of a chat."""
     call_ids = {call["id"] for message in messages for call in message.get("tool_calls", ())}
     for i, item in enumerate(items):
-        name = f"{place}[{i}]"
-        kind = item_type(item)
-        if kind == "message":
-            add_message(messages, item, name)
-        elif kind == "reasoning":
-            thoughts = reasoning_text(item, name)
+        if isinstance(item, MessageItem):
+            role = "system" if item.role == "developer" else item.role
+            if role == "assistant":
+                add_answer(messages, {"content": item.content})
+            else:
+                messages.append({"role": role, "content": item.content})
+        elif isinstance(item, ReasoningItem):
+            thoughts = item.content or item.summary
             if thoughts:
                 add_answer(messages, {"reasoning_content": thoughts})
-        elif kind == "function_call":
-            call_id = check_string(item.get("call_id"), f"{name}.call_id")
-            arguments = check_string(item.get("arguments"), f"{name}.arguments")
-            check_name(item.get("name"), f"{name}.name")
-            call = nest({"name": item["name"], "arguments": arguments}) | {"id": call_id}
-            add_answer(messages, {"tool_calls": [call]})
-            call_ids.add(call_id)
-        elif kind == "function_call_output":
-            call_id = item.get("call_id")
-            output = check_content(item.get("output"), f"{name}.output")
-            if not isinstance(call_id, str) or call_id not in call_ids:
-                text = f"{name}: there is no function_call with its call_id"
-                raise ApiError(text, param=f"{name}.call_id")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif isinstance(item, CallItem):
+            call = nest({"name": item.name, "arguments": item.arguments})
+            add_answer(messages, {"tool_calls": [call | {"id": item.call_id}]})
+            call_ids.add(item.call_id)
         else:
-            rule = "only message, reasoning, function_call and function_call_output"
-            text = f"{name}: an item of type {str(kind)[:64]!r} is not supported, {rule}"
-            raise ApiError(text, param=name)
-
-
-def item_type(item):
-    """The type of an item, which is a message if it has none."""
-    if not isinstance(item, dict):
-        return None
-    kind = item.get("type")
-    return "message" if kind is None else kind
-
-
-def reasoning_text(item: dict, name: str) -> str:
-    """The thoughts in an item: its content, or else its summary."""
-    parts = item.get("content") or item.get("summary") or ""
-    if isinstance(parts, list):
-        parts = [part | {"type": "text"} if isinstance(part, dict) else part for part in parts]
-    return check_content(parts, f"{name}.content")
-
-
-def add_message(messages: list[dict], item: dict, name: str):
-    """Add an item of type message to the messages of a chat."""
-    role = item.get("role")
-    content = check_content(item.get("content"), f"{name}.content")
-    if not isinstance(role, str) or role not in ITEM_ROLES:
-        text = f"{name}.role must be one of {', '.join(ITEM_ROLES)}"
-        raise ApiError(text, param=f"{name}.role")
-    if role == "assistant":
-        add_answer(messages, {"content": content})
-    else:
-        messages.append({"role": ITEM_ROLES[role], "content": content})
+            if item.call_id not in call_ids:
+                text = f"input[{i}]: there is no function_call with its call_id"
+                raise ApiError(text, param=f"input[{i}].call_id")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
 
 
 def add_answer(messages: list[dict], part: dict):
@@ -300,25 +226,22 @@ def add_answer(messages: list[dict], part: dict):
         messages.append({"role": "assistant", "content": None} | part)
 
 
-def read_functions(given: list, choice) -> list[dict]:
+def read_functions(fields: ResponseBody) -> list[dict]:
     """The functions among the tools.
 
     Other tools are refused, unless the client marks them as optional, or its tool_choice leaves
     them out.
     """
-    keys = ("type", "name", "description", "parameters", "strict")
     functions = []
-    for i, tool in enumerate(given):
-        kind = get_key(tool, "type")
-        if kind == "function":
-            functions.append({key: tool.get(key) for key in keys})
+    for i, tool in enumerate(fields.tools):
+        if tool.type == "function":
+            functions.append({key: getattr(tool, key) for key in FUNCTION_KEYS})
             continue
-        is_optional = get_key(tool, "optional") is True
-        if choice in (None, "auto", "required") and not is_optional:
-            text = f"tools[{i}]: a tool of type {str(kind)[:64]!r} is not supported, only functions"
+        kind = tool.type[:60]
+        if fields.tool_choice in ("auto", "required") and tool.optional is not True:
+            text = f"tools[{i}]: a tool of type {kind!r} is not supported, only functions"
             raise ApiError(f"{text}; with optional: true, it is left out", param=f"tools[{i}]")
-        text = f"a request has a tool of type {str(kind)[:60]!r}, which is ignored"
-        log_once(FieldReader.logged, f"tool: {kind}", text)
+        log_once(fields.logged, f"tool: {kind}", f"a request has a tool of type {kind!r}, which is ignored")
     return functions
 
 
@@ -328,18 +251,12 @@ def nest(function: dict) -> dict:
     return {"type": "function", "function": details}
 
 
-def nest_tool_choice(choice):
+def nest_tool_choice(choice: ToolChoice):
     """The field tool_choice of a chat."""
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind == "function":
-        return nest(choice)
-    if kind == "allowed_tools":
-        given = FieldReader(choice).read("tools", list, [])
-        tools = [nest(tool) for tool in given if isinstance(tool, dict)]
-        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    return choice
+    if isinstance(choice, ToolSubset):
+        tools = [nest({"name": tool.name}) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice if isinstance(choice, str) else nest({"name": choice.name})
 
 
 # ---------------------------------------------------------------- responses
@@ -505,7 +422,7 @@ class ItemBuilder:
         self.response = self.response | details | result
         turn = self.completion.turn
         if turn.is_kept:
-            add_items(turn.messages, self.output, "output")
+            add_items(turn.messages, ITEMS.validate_python(self.output))
             turn.response = self.response
             self.kept.add(turn)
         return [*events, {"type": f"response.{status}", "response": self.response}]

@@ -1,24 +1,22 @@
-"""The fields of a request's JSON object, and the errors that say what is wrong with them.
+"""What all models of requests have in common, and the errors that say what is wrong with a request.
 
-Read down: ApiError; FieldReader; functions that read the fields that several kinds of requests
-have in common.
+Read down: ApiError; parse_object, which reads a body; Fields, the base of the models; the error for
+a value that does not fit its model; the fields that are not supported. openai_requests.py,
+responses_requests.py and anthropic_requests.py have the models.
 """
 
 import json
 import re
-import secrets
+import reprlib
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from cli import print_status
-from sampling import NEUTRAL, SamplingParams
 from server.parameters import refuse_constant
+from server.tools import NAME_PATTERN
 
 MAX_BODY_BYTES = 1 << 20
-MAX_LOGPROBS = 20
-MAX_N = 8
-MAX_BIASES = 300
-MAX_STOPS = 128
-MAX_STOP_LENGTH = 1000  # characters
-MAX_STOP_IDS = 128
 MAX_LOGGED = 100  # unknown fields that are logged; the same for the places of schemas
 
 # ---------------------------------------------------------------- errors
@@ -58,18 +56,126 @@ def encode_json(value) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
 
 
-# ---------------------------------------------------------------- the fields of a request
+def parse_object(data: bytes) -> dict:
+    """The JSON object in a request's body; ApiError if the body is not a JSON object."""
+    try:
+        body = json.loads(data, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    return body
 
-KIND_NAMES = {
-    int: "an integer",
-    (int, float): "a number",
-    bool: "true or false",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-    (str, list): "a string or a list",
-    (dict, list): "an object or a list",
-}
+
+# ---------------------------------------------------------------- models
+
+Value = TypeVar("Value")
+# Reading ends with the first wrong value, because a body may have a million of them.
+ListOf = Annotated[list[Value], Field(fail_fast=True)]
+Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]  # of a function
+
+
+class Fields(BaseModel):
+    """The fields of a JSON object in a request.
+
+    Types are strict: true is not 1, and "5" is not 5. null is the same as a missing field.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    logged: ClassVar[set[str]] = set()  # names of unknown fields; shared by all requests
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, value):
+        if isinstance(value, dict) and None in value.values():
+            return {key: one for key, one in value.items() if one is not None}
+        return value
+
+    @classmethod
+    def read(cls, body: dict):
+        """The model of a request's body. ApiError for a value that does not fit, or that would change
+        the answer and is not supported. Unknown fields are ignored, and logged once."""
+        try:
+            request = cls.model_validate(body)
+        except ValidationError as failure:
+            raise field_error(failure, body) from None
+        request.check_further()
+        return request
+
+    def check_further(self):
+        """Check the fields that are not in the model."""
+        for name, value in self.model_extra.items():
+            if name not in NEUTRAL_VALUES:
+                log_once(self.logged, name, f"a request has the field {name[:60]!r}, which is ignored")
+            else:
+                refuse_unless_neutral(name, value)
+
+
+def tagged(kind: str, tag: str = "type", **fields) -> type[Fields]:
+    """The model of an object whose field `tag` is `kind`. fields: the type of each other one, or its type
+    and default."""
+    pairs = {name: one if isinstance(one, tuple) else (one, ...) for name, one in fields.items()}
+    return create_model(kind, __base__=Fields, **{tag: (Literal[kind], ...)}, **pairs)
+
+
+def at_most(n: int) -> BeforeValidator:
+    """A bound for the entries of an object, before each of them is checked."""
+
+    def check(value):
+        if isinstance(value, dict | list) and len(value) > n:
+            raise ValueError(f"must have at most {n} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+def field_error(failure: ValidationError, body: dict) -> ApiError:
+    """The error for the value that does not fit. If a field may have several types, each has an error of
+    its own: those of the deepest place count, whose type fits best."""
+    places: dict[tuple, list[dict]] = {}
+    for error in failure.errors(include_url=False):
+        places.setdefault(place_of(error, body), []).append(error)
+    place = max(places, key=len)
+    errors = places[place]
+
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in place).removeprefix(".")
+    rules = "\n".join(dict.fromkeys(error["msg"] for error in errors))
+    for pattern, text in REWORDED.items():
+        rules = re.sub(pattern, text, rules)
+    if errors[0]["type"] != "missing":
+        came = errors[0].get("ctx", {}).get("tag", errors[0]["input"])
+        rules += f": {reprlib.repr(came)}"
+    return ApiError(f"{param or 'a name'} {rules}", param=param or None)
+
+
+# Patterns of pydantic's texts, and this server's. A line is a type that the field may have.
+REWORDED = {
+    "Value error, ": "", "Input should be ": "must be ", "a valid integer": "an integer",
+    "a valid boolean": "true or false", "a valid dictionary.*": "an object", "a valid ": "a ",
+    ", unable to parse.*": " of valid Unicode", "greater than or equal to": "at least",
+    "less than or equal to": "at most", "(String|List|Dictionary) should": "must", "Field required": "is missing",
+    "Input tag .* expected tags:": "must be one of", "Unable to extract tag.*": "is missing",
+    "Extra inputs are not permitted": "is not supported", "\nmust be |\n": " or ",
+}  # fmt: skip
+
+
+def place_of(error: dict, body) -> tuple:
+    """The keys and indices that lead to the value of an error, without the names of types that pydantic
+    writes between them."""
+    place = ()
+    value = body
+    for part in error["loc"]:
+        if isinstance(part, int) or (isinstance(value, dict) and value.get(part) is not None):
+            place += (part,)
+            value = value[part]
+    if error["type"] == "missing":
+        place += error["loc"][-1:]
+    elif error["type"].startswith("union_tag"):
+        place += (error["ctx"]["discriminator"].strip("'"),)
+    return place
+
+
+# ---------------------------------------------------------------- fields that are not supported
 
 # Fields that would change the answer and are not supported, each with the values that change
 # nothing. These are accepted, and so is null. The names are those of several APIs, because clients
@@ -98,57 +204,13 @@ NEUTRAL_VALUES = {
     "parse_tool_calls": [True], "reasoning_format": ["auto", "deepseek"],
     "thinking_forced_open": [False], "reasoning_budget_tokens": [-1],
     "thinking_budget_tokens": [-1], "image_data": [[]],
+    # Anthropic
+    "mcp_servers": [[]], "container": [], "thread": [],
     # Ollama, and others
     "options": [{}], "template": [""], "raw": [False], "images": [[]], "system": [""], "think": [],
     "thinking": [], "reasoning": [{}], "thinking_budget": [], "tfs_z": [1], "tfs": [1],
     "top_a": [0], "response_schema": [], "safe_prompt": [False],
 }  # fmt: skip
-
-
-def parse_object(data: bytes) -> dict:
-    """The JSON object in a request's body; ApiError if the body is not a JSON object."""
-    try:
-        body = json.loads(data, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object")
-    return body
-
-
-class FieldReader:
-    """Reads the fields of a request's JSON object, each once, and then checks those that are left.
-
-    unread: the fields that nothing has read yet."""
-
-    logged: set[str] = set()  # names of unknown fields; shared by all requests
-
-    def __init__(self, body: dict):
-        self.unread = dict(body)
-
-    def read(self, name: str, kind, default=None, low: int | None = None, high: int | None = None):
-        """The value of a field, or `default` if it is missing or null; ApiError if it has another
-        type, or is out of bounds."""
-        value = self.unread.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ApiError(f"{name} must be {KIND_NAMES[kind]}", param=name)
-        if (low is not None and value < low) or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ApiError(f"{name} must be {bounds}", param=name)
-        return value
-
-    def check_unread(self):
-        """Refuse unsupported fields that would change the answer. Unknown fields are ignored, and
-        logged once."""
-        for name, value in self.unread.items():
-            if name not in NEUTRAL_VALUES:
-                log_once(self.logged, name, f"a request has the unknown field {name[:60]!r}, which is ignored")
-            elif value is not None and not is_neutral(name, value):
-                accepted = " or ".join(json.dumps(one) for one in [None, *NEUTRAL_VALUES[name]])
-                text = f"{name} is not supported, except with {accepted}, which changes nothing"
-                raise ApiError(text, param=name)
 
 
 def log_once(logged: set[str], name: str, text: str):
@@ -159,134 +221,9 @@ def log_once(logged: set[str], name: str, text: str):
         print_status(text)
 
 
-def is_neutral(name: str, value) -> bool:
-    """Whether the value of an unsupported field changes nothing. 1.0 is 1, but true is not."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL_VALUES[name])
-
-
-def read_role(message, place: str, roles: tuple[str, ...]) -> str:
-    """The role of a message. place: of the message in the request, for errors."""
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in roles:
-        text = f"{place} must be an object with a role, one of {', '.join(roles)}"
-        raise ApiError(text, param=f"{place}.role")
-    return role
-
-
-def read_token_ids(value, param: str, rule: str = "a list of token ids (integers)") -> list[int]:
-    """The value if it is a list of integers; otherwise an ApiError, which says the rule."""
-    if not isinstance(value, list) or not all(type(i) is int for i in value):
-        raise ApiError(f"{param} must be {rule}", param=param)
-    return value
-
-
-def read_max_tokens(fields: FieldReader, default: int | None, low: int) -> int | None:
-    """The most new tokens. None, or -1 in the request, means as many as fit into the context."""
-    max_tokens = default
-    for name in ("max_tokens", "max_completion_tokens", "n_predict"):  # OpenAI's two, llama.cpp's
-        value = fields.read(name, int)
-        if value == -1:
-            max_tokens = None
-        elif value is not None:
-            if value < low:
-                raise ApiError(f"{name} must be at least {low}, or -1 for as many as fit", param=name)
-            max_tokens = value
-    return max_tokens
-
-
-def read_n(fields: FieldReader) -> int:
-    """The number of answers to each prompt."""
-    n = fields.read("n", int, 1)
-    if n < 1:
-        raise ApiError(f"n={n} is not supported, at least 1", param="n")
-    if n > MAX_N:
-        raise ApiError(f"n={n} is not supported, at most {MAX_N}", param="n")
-
-    best_of = fields.read("best_of", int)
-    if best_of not in (None, n):
-        raise ApiError(f"best_of={best_of} is not supported, except if n is {best_of}, too", param="best_of")
-    return n
-
-
-def read_logit_bias(fields: FieldReader, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """(token id, what is added to its logit) for each token in the field, by ascending ids. The
-    field is an object, or llama.cpp's list of pairs."""
-    param = "logit_bias"
-    given = fields.read(param, (dict, list), {})
-    if isinstance(given, list):
-        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in given):
-            raise ApiError(f"{param} must be an object, or a list of pairs [token id, bias]", param=param)
-        given = {str(token): bias for token, bias in given}
-    if len(given) > MAX_BIASES:
-        raise ApiError(f"{param} has {len(given)} tokens, at most {MAX_BIASES} are allowed", param=param)
-
-    biases = {}
-    for token, bias in given.items():
-        if not re.fullmatch("[0-9]{1,9}", token) or int(token) >= vocab_size:
-            raise ApiError(f"{param}: {token[:20]!r} is not one of the {vocab_size} token ids", param=param)
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ApiError(f"{param} of token {token} must be a number from -100 to 100", param=param)
-        biases[int(token)] = bias
-    return tuple(sorted(biases.items()))
-
-
-def read_sampling_params(fields: FieldReader, vocab_size: int, defaults: SamplingParams = NEUTRAL) -> SamplingParams:
-    """The settings in a request; `defaults` has those that it does not name."""
-    names = defaults.numbers().keys() - {"top_k", "seed"}
-    values = {name: fields.read(name, (int, float), getattr(defaults, name)) for name in sorted(names)}
-    repeat_penalty = fields.read("repeat_penalty", (int, float))  # llama.cpp's name for it
-    if repeat_penalty is not None:
-        values["repetition_penalty"] = repeat_penalty
-    top_k = fields.read("top_k", int, defaults.top_k)
-    if top_k == -1:  # other servers' value for all tokens, here 0
-        top_k = 0
-    seed = fields.read("seed", int, -1)
-    if seed == -1:  # other servers' value for a random seed
-        seed = secrets.randbits(62)
-    values["logit_bias"] = read_logit_bias(fields, vocab_size)
-
-    try:
-        params = SamplingParams(**values, top_k=top_k, seed=seed)
-    except ValueError as error:
-        raise ApiError(str(error), param=str(error).split()[0]) from None
-    if fields.read("repeat_last_n", int, -1) != -1 and params.penalizes:  # llama.cpp's
-        text = "repeat_last_n is not supported, except with -1: penalties apply to all tokens"
-        raise ApiError(text, param="repeat_last_n")
-    return params
-
-
-def read_stop_strings(fields: FieldReader, name: str = "stop") -> tuple[str, ...]:
-    """The stop strings in a field. Empty ones are ignored."""
-    stop = fields.read(name, (str, list), [])
-    if isinstance(stop, str):
-        stop = [stop]
-    if len(stop) > MAX_STOPS or not all(isinstance(s, str) and len(s) <= MAX_STOP_LENGTH for s in stop):
-        rule = f"a string or a list of up to {MAX_STOPS} strings, each of up to {MAX_STOP_LENGTH} characters"
-        raise ApiError(f"{name} must be {rule}", param=name)
-    return tuple(s for s in stop if s)
-
-
-def read_stop_ids(fields: FieldReader, eos_ids: frozenset[int]) -> frozenset[int]:
-    """The ids of the tokens that end an answer: those in the request, and `eos_ids` unless it
-    ignores them."""
-    stop_ids = read_token_ids(fields.read("stop_token_ids", list, []), "stop_token_ids")
-    # There is a bound, because each prompt of a request has its own copy in the engine's process.
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ApiError(f"stop_token_ids must be up to {MAX_STOP_IDS} ids", param="stop_token_ids")
-    if fields.read("ignore_eos", bool, False):
-        return frozenset(stop_ids)
-    return eos_ids.union(stop_ids)
-
-
-def read_stream_options(fields: FieldReader) -> dict[str, bool]:
-    """The fields of a CompletionRequest that are about streaming."""
-    stream = fields.read("stream", bool, False)
-    options = fields.read("stream_options", dict)
-    if options is not None and not stream:
-        raise ApiError("stream_options needs stream: true", param="stream_options")
-    options = FieldReader(options or {})
-    return {
-        "stream": stream,
-        "include_usage": options.read("include_usage", bool, False),
-        "continuous_usage": options.read("continuous_usage_stats", bool, False),
-    }
+def refuse_unless_neutral(name: str, value):
+    """Refuse an unsupported field unless its value changes nothing. 1.0 is 1, but true is not."""
+    accepted = NEUTRAL_VALUES[name]
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+        values = " or ".join(json.dumps(one) for one in [None, *accepted])
+        raise ApiError(f"{name} is not supported, except with {values}, which changes nothing", param=name)

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from server import error_responses, http_server
 from server.anthropic import anthropic_error, chat_body, count_tokens, parse_message
-from server.request_fields import ApiError, FieldReader
+from server.request_fields import ApiError
 
 
 def text_block(text: str) -> dict:
@@ -190,7 +190,7 @@ def test_names_of_128_characters(model):
     use = {"type": "tool_use", "id": "a", "name": "n" * 128, "input": {}}
     messages = [QUESTION, {"role": "assistant", "content": [use]}, {"role": "user", "content": [RESULT]}]
     assert ("n" * 128) in prompt_of(model, messages, tools=[long], tool_choice={"type": "any"})
-    with pytest.raises(ApiError, match="must have 1 to 128 letters"):
+    with pytest.raises(ApiError, match=r"tools\[0\].name must match pattern"):
         prompt_of(model, messages, tools=[TOOL | {"name": "n" * 129}])
 
 
@@ -205,7 +205,7 @@ def test_fields_that_an_agent_sends(model):
     }  # fmt: skip
     (choice,) = parse_message(model, {"messages": [QUESTION]} | fields).choices
     assert choice.text_request.stop == tuple("abcdefgh") and choice.text_request.grammar is None
-    assert chat_body(FieldReader({"messages": [QUESTION]} | fields))["reasoning_effort"] == "low"
+    assert chat_body({"messages": [QUESTION]} | fields)["reasoning_effort"] == "low"
 
 
 def test_sampling_parameters_and_limits(model):
@@ -227,7 +227,7 @@ def test_sampling_parameters_and_limits(model):
     ],
 )  # fmt: skip
 def test_tool_choice(choice, translated):
-    body = chat_body(FieldReader({"messages": [QUESTION], "tool_choice": choice}))
+    body = chat_body({"messages": [QUESTION], "tool_choice": choice})
     assert (body["tool_choice"], body["parallel_tool_calls"]) == translated
 
 
@@ -248,10 +248,10 @@ def test_the_place_of_what_a_strict_schema_may_not_have_is_named_as_the_client_d
 
 def test_a_schema_for_the_answer(model):
     config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
-    body = chat_body(FieldReader({"messages": [QUESTION], "output_config": config}))
+    body = chat_body({"messages": [QUESTION], "output_config": config})
     described = {"name": "format", "schema": SCHEMA, "strict": True}
     assert body["response_format"] == {"type": "json_schema", "json_schema": described}
-    older = chat_body(FieldReader({"messages": [QUESTION], "output_format": config["format"]}))
+    older = chat_body({"messages": [QUESTION], "output_format": config["format"]})
     assert older["response_format"] == body["response_format"]
 
 
@@ -262,38 +262,48 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
 @pytest.mark.parametrize(
     "fields, why",
     [
-        ({"messages": None}, "messages must be a list with at least one message"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0] must be an object with a role, one of user,"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of blocks"),
+        ({"messages": None}, "messages is missing"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role must be one of 'system', 'user', 'assistant': 'tool'",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         (
             {"messages": [{"role": "user", "content": [text_block("x"), IMAGE]}]},
-            "messages[0].content[1]: a block of type 'image' is not supported here, only text, tool_result",
+            "messages[0].content[1].type must be one of 'text', 'document', 'search_result', 'tool_result': 'image'",
         ),
         (
             {"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]},
-            "messages[0].content[0].content[0]: a block of type 'image' is not supported",
+            "messages[0].content[0].content[0].type must be one of 'text', 'document', 'search_result', 'tool_ref",
         ),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] must be an object with a type"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] must be an object: 'x'"),
         (
             {"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": 5}]}]},
             "messages[0].content[0].tool_use_id must be a string",
         ),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "input": "{}"}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "{}"}]}
+                ]
+            },
             "messages[0].content[0].input must be an object",
         ),
         ({"system": 5}, "system must be a string or a list"),
-        ({"system": [IMAGE]}, "system[0]: a block of type 'image' is not supported"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] of type 'web_search_20250305'"),
-        ({"tools": ["x"]}, "tools[0] is not supported"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.type must be"),
+        ({"system": [IMAGE]}, "system[0].type must be 'text': 'image'"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools[0].type must be 'custom': 'web_search",
+        ),
+        ({"tools": ["x"]}, "tools[0] must be an object: 'x'"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "there is no tool 'g'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"thinking": {"type": "often"}}, "thinking.type must be"),
-        ({"output_config": {"format": {"type": "json"}}}, "output_config.format must have"),
+        ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type must be 'json_schema'"),
         ({"output_config": {"effort": 5}}, "effort must be a string"),
-        ({"output_format": {"type": "json"}}, "output_format must have"),
+        ({"output_format": {"type": "json"}}, "output_format.type must be 'json_schema'"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"container": "c"}, "container is not supported"),
         ({"thread": {"type": "create"}}, "thread is not supported"),
@@ -302,27 +312,27 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
             for block, why in (
                 (
                     document({"type": "base64", "media_type": "application/pdf", "data": ""}),
-                    ".source must have the type",
+                    ".source.type must be one of 'text', 'content': 'base64'",
                 ),
-                (document({"type": "url", "url": "http://x"}), ".source must have the type text or content, 'url' is"),
-                (document({"type": ["text"]}), ".source must have the type"),
+                (document({"type": "url", "url": "http://x"}), ".source.type must be one of"),
+                (document({"type": ["text"]}), ".source.type must be one of"),
                 (document("x"), ".source must be an object"),
-                (document({"type": "text"}), ".source must be a string or a list of blocks"),
-                (document(CONTENT | {"content": [IMAGE]}), ".source[0]: a block of type 'image' is not supported"),
+                (document({"type": "text"}), ".source.data is missing"),
+                (document(CONTENT | {"content": [IMAGE]}), ".source.content[0].type must be 'text': 'image'"),
                 (document(PLAIN, citations={"enabled": True}), ".citations is not supported"),
                 (FOUND | {"content": "x"}, ".content must be a list"),
-                (REFERENCE, ": a block of type 'tool_reference' is not supported here"),
+                (REFERENCE, ".type must be one of 'text', 'document', 'search_result', 'tool_result': 'tool_ref"),
                 (
                     {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}},
-                    ": a block of type 'server",
+                    ".type must be one of",
                 ),
             )
         ),
-        ({"messages": [QUESTION, SYSTEM | {"content": [IMAGE]}]}, "messages[1].content[0]: a block of type 'image'"),
-        ({"messages": [SYSTEM | {"content": None}]}, "messages[0].content must be a string or a list of blocks"),
+        ({"messages": [QUESTION, SYSTEM | {"content": [IMAGE]}]}, "messages[1].content[0].type must be 'text'"),
+        ({"messages": [SYSTEM | {"content": 5}]}, "messages[0].content must be a string or a list of blocks: 5"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"temperature": -1}, "temperature"),
-        ({"stop_sequences": ["x"] * 129}, "stop_sequences must be a string or a list of up to 128 strings"),
+        ({"stop_sequences": ["x"] * 129}, "stop_sequences must be a string or must have at most 128 items"),
     ],
 )
 def test_requests_that_are_refused(client, fields, why):

@@ -22,9 +22,10 @@ from server.anthropic import count_tokens, parse_message
 from server.api import CompletionRequest, ServedModel
 from server.constraints import GrammarChecker
 from server.metrics import Metrics
+from server.openai_requests import ChatBody
 from server.openai_responses import KeptResponses, parse_response
 from server.pipe_messages import EngineStatus, Update
-from server.request_fields import NEUTRAL_VALUES, ApiError, FieldReader, encode_json, parse_object
+from server.request_fields import NEUTRAL_VALUES, ApiError, Fields, encode_json, parse_object
 from server.responses import ResponseBuilder
 from tokenizer import read_tokenizer_files
 
@@ -93,16 +94,16 @@ BOTH = [  # (fields, the one that is refused)
     ({"max_completion_tokens": "1"}, "max_completion_tokens"),
     ({"stop": ["a"] * 129}, "stop"),
     ({"stop": 5}, "stop"),
-    ({"stop": [None]}, "stop"),
+    ({"stop": [None]}, "stop[0]"),
     ({"stop": "x" * 1001}, "stop"),
-    ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids[0]"),
     ({"stop_token_ids": 1}, "stop_token_ids"),
     ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": 1}, "stream_options"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"model": 5}, "model"),
     ({"n": 9}, "n"),
     ({"n": 0}, "n"),
@@ -114,11 +115,11 @@ BOTH = [  # (fields, the one that is refused)
     ({"logit_bias": [["a", 1]]}, "logit_bias"),
     ({"logit_bias": [[700, 1]]}, "logit_bias"),
     ({"logit_bias": [[5, False]]}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"),
-    ({"logit_bias": {"5": True}}, "logit_bias"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5"),
+    ({"logit_bias": {"a": 1}}, "logit_bias.a"),
     ({"logit_bias": {"700": 1}}, "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
     ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
     ({"tools": [TOOL]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -128,13 +129,13 @@ BOTH = [  # (fields, the one that is refused)
 ]
 DEEP = json.loads('{"not":' * 400 + "{}" + "}" * 400)
 SCHEMAS = [  # fields about the form of an answer
-    ({"response_format": "json"}, "response_format"), ({"response_format": {}}, "response_format"),
-    *(({"response_format": {"type": kind}}, "response_format") for kind in ("xml", "regex", "grammar", ["text"])),
-    ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format"),
+    ({"response_format": "json"}, "response_format"), ({"response_format": {}}, "response_format.type"),
+    *(({"response_format": {"type": kind}}, "response_format.type") for kind in ("xml", "regex", "grammar", ["text"])),
+    ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
-    ({"response_format": {"type": "json_object", "strict": True}}, "response_format"),
+    ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
     ({"json_schema": {"name": "a", "schema": {}}}, "json_schema"), ({"json_schema": [1]}, "json_schema"),
     ({"json_schema": "{"}, "json_schema"), ({"format": "xml"}, "format"),
     ({"format": 5}, "format"), ({"regex": ["a"]}, "regex"), ({"regex": "(a"}, "regex"),
@@ -143,56 +144,58 @@ SCHEMAS = [  # fields about the form of an answer
     ({"grammar": {"type": "json", "value": {}}}, "grammar"), ({"structural_tag": {}}, "structural_tag"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format.json_schema.schema"),
     *(({"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}},
        "response_format")
       for schema in ({"type": "x"}, DEEP, False, {"$ref": "http://127.0.0.1/x"}, {"enum": ["x" * 300_000]})),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+     "response_format.json_schema.strict"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"choice": ["a"]}, "guided_json": {}}, "guided_json"),
     ({"guided_json": 5}, "guided_json"), ({"guided_json": "[" * 100_000}, "guided_json"),
     ({"guided_regex": "(a"}, "guided_regex"), ({"guided_regex": ""}, "guided_regex"),
     ({"guided_regex": 1}, "guided_regex"), ({"guided_regex": "\ud800"}, "guided_regex"),
-    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", 1]}, "guided_choice"),
-    ({"guided_choice": ["\ud800"]}, "guided_choice"), ({"guided_grammar": "start: x"}, "guided_grammar"),
+    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+    ({"guided_choice": ["\ud800"]}, "guided_choice[0]"), ({"guided_grammar": "start: x"}, "guided_grammar"),
 ]  # fmt: skip
 COMPLETIONS = [
     ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"logprobs": True}, "logprobs"),
     ({"echo": "no"}, "echo"), ({"suffix": "x"}, "suffix"), ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"),
     ({"prompt": [700]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [2**70]}, "prompt"),
-    ({"prompt": [1.5]}, "prompt"), ({"prompt": [True]}, "prompt"), ({"prompt": ["a", 5]}, "prompt"),
-    ({"prompt": [[5], "a", [None]]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt[0]"), ({"prompt": [True]}, "prompt[0]"), ({"prompt": ["a", 5]}, "prompt[0]"),
+    ({"prompt": [[5], "a", [None]]}, "prompt[2][0]"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"),
     ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "prompt"), ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
     ({"prompt": "a\ud800"}, "prompt"), ({"prompt": [[5]] * 129}, "prompt"), ({"prompt": [[5]] * 65, "n": 2}, "n"),
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip
 CHATS = [
     ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"),
-    ({"messages": ["hello"]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[2].role"),
+    ({"messages": ["hello"]}, "messages[0]"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[2].tool_call_id"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
-    (say(None), "messages[0].content"), (say(5), "messages[0].content"), (say(IMAGE), "messages[0].content"),
-    (say(["x"]), "messages[0].content"), (say([{"type": "text"}]), "messages[0].content"), (say("\ud800"), "messages"),
+    (say(None), "messages[0].content"), (say(5), "messages[0].content"), (say(IMAGE), "messages[0].content[1].type"),
+    (say(["x"]), "messages[0].content[0]"), (say([{"type": "text"}]), "messages[0].content[0].text"),
+    (say("\ud800"), "messages"),
     (say("x", tool_calls=[TOOL]), "messages[0].tool_calls"), (say("x " * CONTEXT), "messages"),
     ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
     (say("x", role="tool", tool_call_id="a"), "messages[0].role"),
     (say("x", role="function", name="f"), "messages[0].role"), (say("x", name=5), "messages[0].name"),
     (say("x", audio={"id": "a"}), "messages[0].audio"), (say("x", images=["data"]), "messages[0].images"),
-    (say([{"type": "text", "text": "x"}, {"type": "refusal"}]), "messages[0].content"),
+    (say([{"type": "text", "text": "x"}, {"type": "refusal"}]), "messages[0].content[1].text"),
     (say(None, role="system"), "messages[0].content"), (say(5, role="assistant"), "messages[0].content"),
-    (say([{"type": "thinking", "thinking": "x"}]), "messages[0].content"),
-    (say([{"type": "thinking", "thinking": 5}], role="assistant"), "messages[0].content"),
+    (say([{"type": "thinking", "thinking": "x"}]), "messages[0].content[0].type"),
+    (say([{"type": "thinking", "thinking": 5}], role="assistant"), "messages[0].content[0].thinking"),
     (say("x", role="assistant", thinking={"type": "enabled"}), "messages[0].thinking"),
     ({"reasoning_effort": 5}, "reasoning_effort"), ({"enable_thinking": "no"}, "enable_thinking"),
     (say("x", role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
     (say("x", role="assistant", reasoning_content=False), "messages[0].reasoning_content"),
     (say("x", role="assistant", tool_calls={}), "messages[0].tool_calls"),
-    (say("x", role="assistant", continue_final_message=True, function_call={"a": 1}), "messages[0].function_call"),
+    (say("x", role="assistant", continue_final_message=True, function_call={"a": 1}), "messages[0].function_call.name"),
     ({"continue_final_message": True}, "continue_final_message"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     (
         say("x", role="assistant") | {"continue_final_message": True, "add_generation_prompt": True},
         "add_generation_prompt",
@@ -325,12 +328,16 @@ def test_more_tokens_than_fit_are_cut(model, max_tokens):
 
 
 def test_ids_that_are_refused_by_their_own_parameter(model):
-    complete, integers = model.parse_completion, "must be a list of token ids (integers)"
     for answer, body, param, why in (
-        (complete, {"prompt": "a", "stop_token_ids": ["1"]}, "stop_token_ids", f"stop_token_ids {integers}"),
-        (complete, {"prompt": [1.5]}, "prompt", "prompt must be text, a list of texts, token ids or"),
-        (model.detokenize, {}, "tokens", f"tokens {integers}"),
-        (model.detokenize, {"tokens": ["a"]}, "tokens", f"tokens {integers}"),
+        (
+            model.parse_completion,
+            {"prompt": "a", "stop_token_ids": ["1"]},
+            "stop_token_ids[0]",
+            "must be an integer: '1'",
+        ),
+        (model.parse_completion, {"prompt": {}}, "prompt", "prompt must be a string or a list: {}"),
+        (model.detokenize, {}, "tokens", "tokens is missing"),
+        (model.detokenize, {"tokens": ["a"]}, "tokens[0]", "tokens[0] must be an integer: 'a'"),
         (model.detokenize, {"tokens": [5, 700]}, "tokens", "token id 700 is outside the vocabulary of 700 (0 to 699)"),
         (model.detokenize, {"tokens": [-1]}, "tokens", "token id -1 is outside the vocabulary of 700 (0 to 699)"),
     ):
@@ -359,7 +366,7 @@ def test_several_answers(model):
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(lengths) / 3, 15 * prompts)
         assert usage["prompt_tokens_details"] == {"cached_tokens": prompts}
         assert len({id(message.request.new_tokens) for message in messages}) == 3 * prompts
-    with pytest.raises(ApiError, match="n=9 is not supported, at most 8"):
+    with pytest.raises(ApiError, match="^n must be at most 8: 9$"):
         model.parse_completion({"prompt": "a", "n": 9})
 
 
@@ -437,10 +444,7 @@ def shown(checkpoints):
     def prompt(messages, thoughts="reasoning_content", **fields):
         if thoughts not in models:
             models[thoughts] = served_model(checkpoints[None], TEMPLATE.replace("THOUGHTS", thoughts))
-        reader = FieldReader({"messages": messages} | fields)
-        text = models[thoughts].chat.read_conversation(reader).text
-        reader.check_unread()
-        return text
+        return models[thoughts].chat.read_conversation(ChatBody.read({"messages": messages} | fields)).text
 
     return prompt
 
@@ -503,8 +507,8 @@ def test_names_of_messages(shown):
     assert shown(older) == f"[user] Hi\n[assistant] {written}\n[tool f] 1\n[assistant] "
     for message, param in (
         ({"role": "function", "content": "1"}, "messages[0].name"),
-        ({"role": "assistant", "function_call": {"name": 5}}, "messages[0].function_call[0].function.name"),
-        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call[0]"),
+        ({"role": "assistant", "function_call": {"name": 5}}, "messages[0].function_call.name"),
+        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call"),
         ({"role": "user", "content": "x", "function_call": call}, "messages[0].function_call"),
     ):
         with pytest.raises(ApiError) as caught:
@@ -513,7 +517,7 @@ def test_names_of_messages(shown):
 
 
 def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown, model, capsys, monkeypatch):
-    monkeypatch.setattr(FieldReader, "logged", set())
+    monkeypatch.setattr(Fields, "logged", set())
     message = HI | {"weight": 1, "cache_control": {}, "functions": "f()", "prefix": True, "id": None}
     for _ in range(2):
         assert shown([message]) == "[user] Hif()\n[assistant] "
@@ -527,7 +531,7 @@ def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown,
 
 
 def test_fields_about_thinking_are_the_templates_variables(shown, model, capsys, monkeypatch):
-    monkeypatch.setattr(FieldReader, "logged", set())
+    monkeypatch.setattr(Fields, "logged", set())
     for fields, text in (
         ({"reasoning_effort": "low"}, "effort low\n"),
         ({"reasoning_effort": "none"}, "thinking False\n"),

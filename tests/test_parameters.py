@@ -42,8 +42,8 @@ from test_tools import served as served
 from server import http_server
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins
 from server.api import ServedModel
+from server.openai_requests import ChatBody
 from server.parameters import ValueText, property_types, types_of, value_json
-from server.request_fields import FieldReader
 from server.tool_grammars import ToolGrammar, whole_pattern
 from server.tools import Tool
 
@@ -282,12 +282,12 @@ def test_prompts_of_later_turns_have_what_the_model_has_written(served):
         model = served(name)
         schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
         body = REQUEST | {"tools": [function("f", schema)]}
-        first = model.chat.read_conversation(FieldReader(dict(body))).text
+        first = model.chat.read_conversation(ChatBody.read(body)).text
         text = f"{F}<parameter=a>\nx = 'y'\n</parameter>\n<parameter=b>\n12\n</parameter>\n{END}"
         thoughts = "Hm.\n</think>\n\n" if name == "qwen3.5" else ""
         message = answered(model, body, [thoughts + text])["message"]
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "It rains."}
-        second = model.chat.read_conversation(FieldReader(body | {"messages": [QUESTION, message, result]})).text
+        second = model.chat.read_conversation(ChatBody.read(body | {"messages": [QUESTION, message, result]})).text
         assert second.startswith(first + thoughts + text)
 
 

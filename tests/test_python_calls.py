@@ -40,8 +40,9 @@ from test_tools import served as served
 
 from server import http_server
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content
+from server.openai_requests import ChatBody
 from server.python_calls import KEYWORD, python_text
-from server.request_fields import ApiError, FieldReader
+from server.request_fields import ApiError
 from server.tools import LFM2, LFM2_MARKS, Tool
 
 BEGIN, END = LFM2_MARKS
@@ -313,7 +314,7 @@ def test_prompts_of_later_turns_have_what_the_model_has_written(served, name):
     clients as JSON, whole and streamed."""
     model = served(name)
     body = REQUEST | {"tools": [function("f"), function("get_weather")]}
-    first = model.chat.read_conversation(FieldReader(dict(body))).text
+    first = model.chat.read_conversation(ChatBody.read(body)).text
     text = f"{BEGIN}[f(a=\"x = 'y'\", b=[True, None]), get_weather()]{END}"
     choice = answered(model, body, list(text))
     assert choice["finish_reason"] == "tool_calls"
@@ -322,7 +323,7 @@ def test_prompts_of_later_turns_have_what_the_model_has_written(served, name):
     assert found == [("f", '{"a": "x = \'y\'", "b": [true, null]}'), ("get_weather", "{}")]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "It rains."} for call in calls]
     messages = [QUESTION, choice["message"], *results]
-    second = model.chat.read_conversation(FieldReader(body | {"messages": messages})).text
+    second = model.chat.read_conversation(ChatBody.read(body | {"messages": messages})).text
     assert second.startswith(first + text) and second.count("It rains.") == 2
 
 

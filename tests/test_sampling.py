@@ -582,8 +582,9 @@ TWICE = """if True:
     for more in (["--top_a", "0"], ["--top_a", "1"]):
         sys.argv[1:] = sys.argv[1:] + more
         generate.main()
-    from server.request_fields import FieldReader, read_sampling_params
-    assert read_sampling_params(FieldReader({"top_a": 0.5}), 9).top_a == 0.5"""
+    from sampling import SamplingParams
+    from server.openai_requests import Answers
+    assert Answers.read({"top_a": 0.5}).sampling_params(SamplingParams(), 9)[0].top_a == 0.5"""
 
 
 def apply_example(directory):

@@ -936,7 +936,7 @@ def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
 # Runs serve.py --help, and then serve.py, as if the libraries of requirements-serve.txt were not installed.
 WITHOUT_WEB_LIBRARIES = """if True:
     import sys
-    sys.modules.update(dict.fromkeys(("starlette", "uvicorn", "h11", "prometheus_client")))
+    sys.modules.update(dict.fromkeys(("starlette", "uvicorn", "h11", "prometheus_client", "pydantic")))
     sys.argv = ["serve.py", "--checkpoint_path", "/nowhere"]
     import serve
     try:

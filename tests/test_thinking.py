@@ -18,7 +18,7 @@ from serve import EngineServer
 from server.answer_text import AnswerText
 from server.answers import AnswerParser, Content, Reasoning
 from server.anthropic import chat_body, parse_message
-from server.request_fields import ApiError, FieldReader
+from server.request_fields import ApiError, Fields
 from speculative import Speculation
 from tokenizer import ChatTemplate, Tokenizer, read_tokenizer_files
 
@@ -231,7 +231,7 @@ def test_a_model_whose_prompt_does_not_begin_thoughts(checkpoints):
 
 
 def test_a_model_without_thoughts_ignores_the_budget(checkpoints, capsys, monkeypatch):
-    monkeypatch.setattr(FieldReader, "logged", set())
+    monkeypatch.setattr(Fields, "logged", set())
     model = served_model(checkpoints[None], XML_TEMPLATE)
     assert limit_of(model, thinking_budget=5) is limit_of(model, thinking_budget=5) is None
     assert capsys.readouterr().err.count("thinking_budget, which is ignored") == 1
@@ -247,4 +247,4 @@ def test_anthropics_budget(model):
         assert limit(thinking) is None
     for value in (0, "7", 1.5):
         with pytest.raises(ApiError, match="budget_tokens must be"):
-            chat_body(FieldReader({"messages": HI, "thinking": {"type": "enabled", "budget_tokens": value}}))
+            chat_body({"messages": HI, "thinking": {"type": "enabled", "budget_tokens": value}})

@@ -34,7 +34,10 @@ class Settings:
 @dataclass
 class TextRequest:
     """Asks the engine to continue a prompt. An HTTP request for several answers sends one message
-    for each of them."""
+    for each of them.
+
+    The HTTP process uses stop, continues_prompt, shown_ids and syntax itself: see AnswerText.
+    """
 
     request_id: int
     # The engine's own request, which has token ids only. The engine's process sets its on_token and

@@ -234,13 +234,17 @@ class PrintVersion(argparse.Action):
 
 
 class ModelName(argparse.Action):
-    """The model, named by an option or as the first argument without one."""
+    """The model, named by an option or as the first argument without one. An option that is repeated
+    counts as it comes last."""
+
+    latest = None  # what this option has named
 
     def __call__(self, parser, namespace, name, option_string=None):
         before = getattr(namespace, self.dest, None)
-        if before not in (None, name):
+        if before not in (None, name, self.latest):
             first, second = (name, before) if option_string is None else (before, name)
             parser.error(f"{first!r} and --checkpoint_path {second!r} both name a model; name one")
+        self.latest = name
         setattr(namespace, self.dest, name)
 
 

@@ -151,15 +151,15 @@ def main(ranks=None):
         shutdown = Shutdown(args.drain_seconds)
         # A step with a recompilation takes no longer than the warm-up, so that is sent as a step.
         connection.send(EngineStatus("ready", [], warm_up_s))
-        address = url(listener)
-        status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {address}"
-        print_status(status + examples(address, checkpoint, args.api_key))
+        status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {url(listener)}"
+        print_status(status + examples(url(listener), checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
         # Now the pipe tells if the HTTP process ends. Its signal could come while the broken pipe is handled.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.run(shutdown, args.queue_seconds)
     engine.close()
     print_status("the server has ended")
+    return shutdown.exit_code
 
 
 def url(listener: socket.socket) -> str:
@@ -406,12 +406,14 @@ class Shutdown:
     def __init__(self, drain_seconds: float):
         self.drain_seconds = drain_seconds
         self.deadline: float | None = None  # set by the first signal
+        self.exit_code = 0  # of the process, when the requests have finished
         signal.signal(signal.SIGTERM, self._begin)
         # With several ranks, Ctrl-C ends all of them at once (ranks.py), because a terminal sends it to all.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._begin)
 
-    def _begin(self, *_):
+    def _begin(self, kind: int, _):
+        self.exit_code = 130 if kind == signal.SIGINT else 0
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, signal.SIG_DFL)
         self.deadline = time.perf_counter() + self.drain_seconds

@@ -43,6 +43,8 @@ def open_named(name: str | None, dequantize: bool = False) -> Checkpoint:
         path = path.parent
     if path.exists():
         return open_path(path, dequantize)
+    if name == DEFAULT_NAME:
+        return open_default(dequantize)
     path, found_name = find_model(name)
     return dataclasses.replace(open_path(path, dequantize), name=found_name)
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Library
 
 import checkpoint
 from cli import UserError
-from sources import hub, names, wheels
+from sources import hub, names, opening, wheels
 from sources.names import ShortName, find_model
 from sources.opening import open_named
 from sources.wheels import Wheels
@@ -448,3 +448,13 @@ def test_the_command_downloads_a_model_and_then_runs_without_the_hub(tiny_gguf, 
     assert json.loads(again.stdout)["samples"][0]["token_ids"] == json.loads(done.stdout)["samples"][0]["token_ids"]
     listed = subprocess.run([*command, "--list"], **about)
     assert "org/tiny:Q8_0" in listed.stdout and listed.returncode == 0
+
+
+def test_the_default_model_has_a_name(monkeypatch, tmp_path):
+    """That which --list prints. A path of this name is a path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(opening, "open_default", lambda dequantize: ("the default model", dequantize))
+    assert opening.open_named("SmolLM2-135M-Instruct", True) == ("the default model", True)
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    with pytest.raises(UserError, match="config.json"):
+        opening.open_named("SmolLM2-135M-Instruct")

@@ -371,7 +371,7 @@ def zero_bad(q, k, v, visible):
 def is_finite(x):
     """Whether all numbers are finite. It may be False for finite numbers with a sum that is not: a sum
     takes less time than a look at each number."""
-    return math.isfinite(x.sum(dtype=torch.float32))
+    return math.isfinite(x.detach().sum(dtype=torch.float32))
 
 
 def alibi_bias(slopes, input_pos, T):

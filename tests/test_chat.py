@@ -828,7 +828,8 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-            os.execve(PROGRAM[0], [*PROGRAM, *map(str, args)], os.environ | {"TERM": "xterm"} | environment)
+            inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # xdist sets it
+            os.execve(PROGRAM[0], [*PROGRAM, *map(str, args)], inherited | {"TERM": "xterm"} | environment)
         self.seen = ""
 
     def resize(self, columns: int):

@@ -8,9 +8,7 @@ responses. If this file is deleted, http_server.py has no such paths.
 Source: Anthropic's API reference (Streaming Messages, Errors).
 """
 
-import json
-
-from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
+from server.answers import CallArguments, CallBegins, Content, Reasoning
 from server.anthropic_requests import (
     Document,
     Message,
@@ -26,10 +24,9 @@ from server.anthropic_requests import (
 )
 from server.api import Choice, CompletionRequest, ServedModel
 from server.openai_requests import ChatBody
-from server.parameters import refuse_constant
 from server.pipe_messages import Update
-from server.request_fields import ApiError
-from server.responses import named_event
+from server.request_fields import ApiError, parse_object
+from server.responses import BlockBuilder
 
 # ---------------------------------------------------------------- errors
 
@@ -170,22 +167,33 @@ def count_tokens(model: ServedModel, body: dict) -> dict:
 
 # ---------------------------------------------------------------- responses
 
-BLOCK_STARTS = {
-    Content: {"type": "text", "text": ""},
-    Reasoning: {"type": "thinking", "thinking": "", "signature": ""},
+# The types of the deltas of a block, and the fields with their texts.
+DELTAS = {
+    Content: ("text_delta", "text"),
+    Reasoning: ("thinking_delta", "thinking"),
+    CallArguments: ("input_json_delta", "partial_json"),
 }
 
 
-class MessageBuilder:
-    """Builds the response of /v1/messages, as responses.ResponseBuilder does for OpenAI's paths."""
+class MessageBuilder(BlockBuilder):
+    """Builds the response of /v1/messages."""
 
-    ping = named_event({"type": "ping"})
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+    starts = {
+        Content: {"type": "text", "text": ""},
+        Reasoning: {"type": "thinking", "thinking": "", "signature": ""},
+        CallArguments: {"type": "tool_use", "input": {}},
+    }
 
-    def __init__(self, model: ServedModel, completion: CompletionRequest):
-        self.model = model
-        self.completion = completion
-        self.block: type | None = None  # the kind of event whose block is open in the stream
-        self.index = -1  # the index of the stream's latest block
+    def usage(self) -> dict:
+        usage = self.completion.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
 
     def message(self) -> dict:
         """The message without an answer."""
@@ -200,124 +208,47 @@ class MessageBuilder:
             "usage": self.usage(),
         }
 
-    def usage(self) -> dict:
-        usage = self.completion.usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage["completion_tokens"],
-        }
+    def first_events(self) -> list[dict]:
+        return [{"type": "message_start", "message": self.message()}]
 
-    def whole(self) -> dict:
-        """The message with the whole answer."""
-        choice = self.completion.choices[0]
-        update = choice.combined()
-        content = content_blocks(choice.events(update))
-        choice.parser.calls -= len(choice.parser.broken)  # they have become text
-        stop = stop_fields(choice, update)
-        has_call = any(block["type"] == "tool_use" for block in content)
-        if stop["stop_reason"] == "tool_use" and not has_call:  # all calls have become text
-            stop["stop_reason"] = end_reason(stop["stop_sequence"])
-        return self.message() | {"content": content} | stop
+    def begin_events(self, call: CallBegins | None) -> list[dict]:
+        self.block = dict(self.starts[self.kind])
+        if call is not None:
+            self.block |= {"id": call.id, "name": call.name}
+        return [{"type": "content_block_start", "index": len(self.blocks), "content_block": self.block}]
 
-    def stream_update(self, choice: Choice, update: Update) -> bytes:
-        is_first = not choice.updates
-        choice.updates.append(update)
-        events = []
-        if is_first:
-            events.append({"type": "message_start", "message": self.message()})
-        for event in choice.events(update):
-            events += self.block_events(event)
-        if update.finish_reason is not None:
-            events += self.end_of_block()
-            delta = stop_fields(choice, update)
-            events.append({"type": "message_delta", "delta": delta, "usage": self.usage()})
-            events.append({"type": "message_stop"})
-        return b"".join(map(named_event, events))
+    def delta(self, text: str) -> dict:
+        kind, name = DELTAS[self.kind]
+        delta = {"type": kind, name: text}
+        return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
 
-    def stream_end(self) -> bytes:
-        return b""  # the last update had the end
+    def end_events(self) -> list[dict]:
+        event = {"type": "content_block_stop", "index": len(self.blocks)}
+        self.blocks.append(finished_block(self.block, self.text))
+        return [event]
+
+    def last_events(self, choice: Choice, update: Update) -> list[dict]:
+        events = self.end()
+        stop = choice.parser.stops.stop_string or update.stop_string
+        ended = "end_turn" if stop is None else "stop_sequence"
+        reasons = {"stop": ended, "length": "max_tokens", "tool_calls": "tool_use"}
+        delta = {"stop_reason": reasons[choice.finish_reason(update)], "stop_sequence": stop}
+        self.response = self.message() | delta | {"content": self.blocks}
+        return [
+            *events,
+            {"type": "message_delta", "delta": delta, "usage": self.usage()},
+            {"type": "message_stop"},
+        ]
 
     def stream_error(self, error: ApiError) -> bytes:
-        return named_event(anthropic_error(error))
-
-    def block_events(self, event: Event) -> list[dict]:
-        """The stream's events for a piece of the answer."""
-        if isinstance(event, CallBegins):
-            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-            return self.begin_block(CallArguments, block)
-
-        kind = type(event)
-        events = []
-        if kind is not self.block:
-            events = self.begin_block(kind, BLOCK_STARTS[kind])
-        deltas = {
-            Content: {"type": "text_delta", "text": event.text},
-            Reasoning: {"type": "thinking_delta", "thinking": event.text},
-            CallArguments: {"type": "input_json_delta", "partial_json": event.text},
-        }
-        delta = {"type": "content_block_delta", "index": self.index, "delta": deltas[kind]}
-        return [*events, delta]
-
-    def begin_block(self, kind: type, block: dict) -> list[dict]:
-        """Begin a block. Returns the events for it, and for the end of the block before it."""
-        events = self.end_of_block()
-        self.block = kind
-        self.index += 1
-        start = {"type": "content_block_start", "index": self.index, "content_block": block}
-        return [*events, start]
-
-    def end_of_block(self) -> list[dict]:
-        """End the open block, if there is one. Returns the events for it."""
-        if self.block is None:
-            return []
-        self.block = None
-        return [{"type": "content_block_stop", "index": self.index}]
-
-
-def content_blocks(events: list[Event]) -> list[dict]:
-    """The blocks of a message.
-
-    A call becomes text if its arguments are not a JSON object, because the answer was cut off or
-    the model has made a mistake.
-    """
-    blocks = []
-    texts = []
-    for event in events:
-        if isinstance(event, CallBegins):
-            blocks.append({"type": "tool_use", "id": event.id, "name": event.name})
-            texts.append("")
-            continue
-        start = BLOCK_STARTS.get(type(event))
-        if start is not None and (not blocks or blocks[-1]["type"] != start["type"]):
-            blocks.append(dict(start))
-            texts.append("")
-        texts[-1] += event.text
-    return [finished_block(block, text) for block, text in zip(blocks, texts)]
+        return self.event_bytes(anthropic_error(error))
 
 
 def finished_block(block: dict, text: str) -> dict:
-    """A block with its text."""
+    """A block with its text. A call that was cut off becomes text, because its input must be an object."""
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
     try:
-        arguments = json.loads(text, parse_constant=refuse_constant)
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+        return block | {"input": parse_object(text)}
+    except ApiError:
         return {"type": "text", "text": text}
-    return block | {"input": arguments}
-
-
-def stop_fields(choice: Choice, update: Update) -> dict:
-    """Why the answer ended, after its last update was parsed."""
-    stop = choice.parser.stops.stop_string or update.stop_string
-    reasons = {"stop": end_reason(stop), "length": "max_tokens", "tool_calls": "tool_use"}
-    return {"stop_reason": reasons[choice.finish_reason(update)], "stop_sequence": stop}
-
-
-def end_reason(stop_string: str | None) -> str:
-    """The stop reason of an answer that came to its end."""
-    return "end_turn" if stop_string is None else "stop_sequence"

@@ -16,11 +16,11 @@ from itertools import takewhile
 
 from pydantic import TypeAdapter
 
-from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
+from server.answers import CallArguments, CallBegins, Content, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.pipe_messages import Update
 from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, log_once
-from server.responses import ResponseBuilder, named_event
+from server.responses import BlockBuilder
 from server.responses_requests import (
     CallItem,
     Item,
@@ -261,14 +261,7 @@ def nest_tool_choice(choice: ToolChoice):
 
 # ---------------------------------------------------------------- responses
 
-# An item without its text, by the type of the events that it is built from. `id` is the prefix of
-# its id.
-STARTS = {
-    Content: {"id": "msg", "type": "message", "role": "assistant", "content": []},
-    Reasoning: {"id": "rs", "type": "reasoning", "summary": [], "content": []},
-    CallArguments: {"id": "fc", "type": "function_call", "arguments": ""},
-}
-# The API's names for the texts of these items.
+# The API's names for the texts of items.
 NAMES = {
     Content: "output_text",
     Reasoning: "reasoning_text",
@@ -276,77 +269,37 @@ NAMES = {
 }
 
 
-class ItemBuilder:
-    """Builds the response of /v1/responses, as responses.ResponseBuilder does for OpenAI's other
-    paths."""
+class ItemBuilder(BlockBuilder):
+    """Builds the response of /v1/responses. Its blocks are called items."""
 
-    ping = ResponseBuilder.ping
+    starts = {  # `id` is the prefix of the item's id
+        Content: {"id": "msg", "type": "message", "role": "assistant", "content": []},
+        Reasoning: {"id": "rs", "type": "reasoning", "summary": [], "content": []},
+        CallArguments: {"id": "fc", "type": "function_call", "arguments": ""},
+    }
 
     def __init__(self, kept: KeptResponses, model: ServedModel, completion: CompletionRequest):
+        super().__init__(model, completion)
         self.kept = kept
-        self.model = model
-        self.completion = completion
         self.response = completion.turn.response
-        self.output: list[dict] = []  # the items that are complete
         self.sent_events = 0
-
-        self.kind: type | None = None  # the kind of event whose item is open
-        self.item: dict = {}  # the open item as it began
         self.where: dict = {}  # the fields that say in events which item is open
-        self.text = ""  # the text of the open item so far
+        self.item_status = "completed"  # of the item that ends next
 
-    def whole(self) -> dict:
-        choice = self.completion.choices[0]
-        combined = choice.combined()
-        self.add_update(choice, combined, choice.all_events(combined))
-        return self.response
-
-    def stream_update(self, choice: Choice, update: Update) -> bytes:
-        events = []
-        if not choice.updates:
-            events.append({"type": "response.created", "response": self.response})
-            events.append({"type": "response.in_progress", "response": self.response})
-        choice.updates.append(update)
-        return self.event_bytes(events + self.add_update(choice, update, choice.events(update)))
-
-    def stream_end(self) -> bytes:
-        return b""  # the last update had the end
+    def event_bytes(self, event: dict) -> bytes:
+        self.sent_events += 1
+        return super().event_bytes(event | {"sequence_number": self.sent_events - 1})
 
     def stream_error(self, error: ApiError) -> bytes:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        message = str(error)
-        first = {
-            "type": "error",
-            "code": error.code or code,
-            "message": message,
-            "param": error.param,
-        }
-        details = {"code": code, "message": message}
-        failed = {"status": "failed", "output": self.output, "error": details}
+        details = {"code": code, "message": str(error)}
+        failed = {"status": "failed", "output": self.blocks, "error": details}
+        first = details | {"type": "error", "code": error.code or code, "param": error.param}
         last = {"type": "response.failed", "response": self.response | failed}
-        return self.event_bytes([first, last])
+        return self.event_bytes(first) + self.event_bytes(last)
 
-    def event_bytes(self, events: list[dict]) -> bytes:
-        numbered = enumerate(events, self.sent_events)
-        self.sent_events += len(events)
-        return b"".join(named_event(event | {"sequence_number": n}) for n, event in numbered)
-
-    def add_update(self, choice: Choice, update: Update, parsed: list[Event]) -> list[dict]:
-        """The stream's events for an update, given its parsed events."""
-        events = [made for event in parsed for made in self.item_events(event)]
-        if update.finish_reason is not None:
-            events += self.end_response(choice, update)
-        return events
-
-    def item_events(self, event: Event) -> list[dict]:
-        """The stream's events for a piece of the answer."""
-        if isinstance(event, CallBegins):
-            return self.begin_item(CallArguments, {"call_id": event.id, "name": event.name})
-        events = []
-        if type(event) is not self.kind:
-            events = self.begin_item(type(event), {})
-        self.text += event.text
-        return [*events, self.text_event("delta", delta=event.text)]
+    def first_events(self) -> list[dict]:
+        return [{"type": f"response.{kind}", "response": self.response} for kind in ("created", "in_progress")]
 
     def text_event(self, what: str, **text) -> dict:
         event = {"type": f"response.{NAMES[self.kind]}.{what}", **self.where, **text}
@@ -354,52 +307,44 @@ class ItemBuilder:
             event["logprobs"] = []
         return event
 
-    def part(self) -> dict:
-        """The only part of the open item's content."""
+    def item_event(self, what: str, item: dict) -> dict:
+        return {"type": f"response.output_item.{what}", "output_index": len(self.blocks), "item": item}
+
+    def part_event(self, what: str) -> dict:
+        """The event for the only part of the open item's content."""
         part = {"type": NAMES[self.kind], "text": self.text}
         if self.kind is Content:
             part |= {"annotations": [], "logprobs": []}
-        return part
+        return {"type": f"response.content_part.{what}", **self.where, "part": part}
 
-    def begin_item(self, kind: type, fields: dict) -> list[dict]:
-        """Begin an item. Returns the events for it, and for the end of the item before it."""
-        events = self.end_item("completed")
-        self.kind = kind
-        self.text = ""
-        item_id = f"{STARTS[kind]['id']}_{secrets.token_hex(12)}"
-        self.item = STARTS[kind] | {"id": item_id} | fields
-        place = {"output_index": len(self.output)}
-        self.where = place | {"item_id": item_id}
+    def begin_events(self, call: CallBegins | None) -> list[dict]:
+        start = self.starts[self.kind]
+        self.block = start | {"id": f"{start['id']}_{secrets.token_hex(12)}"}
+        self.where = {"output_index": len(self.blocks), "item_id": self.block["id"]}
+        if call is not None:
+            self.block |= {"call_id": call.id, "name": call.name}
+        added = self.item_event("added", self.block | {"status": "in_progress"})
+        if call is not None:
+            return [added]
+        self.where["content_index"] = 0
+        return [added, self.part_event("added")]
 
-        item = self.item | {"status": "in_progress"}
-        events.append({"type": "response.output_item.added", **place, "item": item})
-        if kind is not CallArguments:
-            self.where["content_index"] = 0
-            part = self.part()
-            events.append({"type": "response.content_part.added", **self.where, "part": part})
-        return events
+    def delta(self, text: str) -> dict:
+        return self.text_event("delta", delta=text)
 
-    def end_item(self, status: str) -> list[dict]:
-        """End the open item, if there is one. Returns the events for it."""
-        if self.kind is None:
-            return []
+    def end_events(self) -> list[dict]:
         if self.kind is CallArguments:
             content = {"arguments": self.text}
             events = [self.text_event("done", arguments=self.text)]
         else:
-            part = self.part()
-            content = {"content": [part]}
-            events = [self.text_event("done", text=self.text)]
-            events.append({"type": "response.content_part.done", **self.where, "part": part})
-
-        item = self.item | content | {"status": status}
-        place = {"output_index": len(self.output)}
-        events.append({"type": "response.output_item.done", **place, "item": item})
-        self.output.append(item)
-        self.kind = None
+            events = [self.text_event("done", text=self.text), self.part_event("done")]
+            content = {"content": [events[1]["part"]]}
+        item = self.block | content | {"status": self.item_status}
+        events.append(self.item_event("done", item))
+        self.blocks.append(item)
         return events
 
-    def end_response(self, choice: Choice, update: Update) -> list[dict]:
+    def last_events(self, choice: Choice, update: Update) -> list[dict]:
         """End the response, and keep it. Returns the events for it."""
         if choice.finish_reason(update) == "length":
             status = "incomplete"
@@ -410,27 +355,26 @@ class ItemBuilder:
 
         events = []
         is_thinking = self.kind in (None, Reasoning)
-        has_only_thoughts = is_thinking and all(item["type"] == "reasoning" for item in self.output)
+        has_only_thoughts = is_thinking and all(item["type"] == "reasoning" for item in self.blocks)
         if status == "completed" and has_only_thoughts:
-            events = self.begin_item(Content, {})  # clients expect a message or a call
-        item_status = status
+            events = self.begin(Content)  # clients expect a message or a call
+        self.item_status = status
         if self.kind is CallArguments:  # it may be whole, although the answer was cut after it
-            item_status = "completed" if choice.parser.has_whole_calls else "incomplete"
-        events += self.end_item(item_status)
+            self.item_status = "completed" if choice.parser.has_whole_calls else "incomplete"
+        events += self.end()
 
-        result = {"status": status, "output": self.output, "usage": self.usage()}
+        result = {"status": status, "output": self.blocks, "usage": self.usage()}
         self.response = self.response | details | result
         turn = self.completion.turn
         if turn.is_kept:
-            add_items(turn.messages, ITEMS.validate_python(self.output))
+            add_items(turn.messages, ITEMS.validate_python(self.blocks))
             turn.response = self.response
             self.kept.add(turn)
         return [*events, {"type": f"response.{status}", "response": self.response}]
 
     def usage(self) -> dict:
         usage = self.completion.usage()
-        items = [item for item in self.output if item["type"] == "reasoning"]
-        thoughts = [item["content"][0]["text"] for item in items]
+        thoughts = [item["content"][0]["text"] for item in self.blocks if item["type"] == "reasoning"]
         tokens = sum(len(self.model.tokenizer.encode(text, False)) for text in thoughts)
         return {
             "input_tokens": usage["prompt_tokens"],

@@ -1,7 +1,7 @@
 """The responses of OpenAI's API as data: whole, or as the chunks of a stream.
 
-Read down: ResponseBuilder; the events of a chat's answer, which answers.py has parsed; the
-log-probabilities.
+Read down: ResponseBuilder; BlockBuilder, for the other APIs; the events of a chat's answer, which
+answers.py has parsed; the log-probabilities.
 """
 
 import itertools
@@ -130,9 +130,75 @@ def data_event(chunk: dict) -> bytes:
     return b"data: %b\n\n" % encode_json(chunk)
 
 
-def named_event(event: dict) -> bytes:
-    """A server-sent event for other APIs, which name it after its type."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
+class BlockBuilder:
+    """Builds responses that are lists of blocks: thoughts, texts and calls. In a stream, each of them begins, grows
+    and ends with events of its own.
+
+    It has the members of ResponseBuilder. An API adds `starts`, and what makes its events: first_events, begin_events,
+    delta, end_events and last_events, which also completes `response`.
+    """
+
+    ping = ResponseBuilder.ping
+    starts: dict[type, dict]  # a block without its text, by the type of the events that it is built from
+
+    def __init__(self, model: ServedModel, completion: CompletionRequest):
+        self.model = model
+        self.completion = completion
+        self.response: dict = {}
+        self.blocks: list[dict] = []  # those that are complete
+        self.kind: type | None = None  # the kind of event whose block is open
+        self.block: dict = {}  # the open block as it began
+        self.text = ""  # the text of the open block so far
+
+    def whole(self) -> dict:
+        choice = self.completion.choices[0]
+        combined = choice.combined()
+        self.add(choice, combined, choice.all_events(combined))
+        return self.response
+
+    def stream_update(self, choice: Choice, update: Update) -> bytes:
+        is_first = not choice.updates
+        choice.updates.append(update)
+        events = self.first_events() if is_first else []
+        events += self.add(choice, update, choice.events(update))
+        return b"".join(map(self.event_bytes, events))
+
+    def stream_end(self) -> bytes:
+        return b""  # the last update had the end
+
+    def event_bytes(self, event: dict) -> bytes:
+        """A server-sent event, which these APIs name after its type."""
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
+
+    def add(self, choice: Choice, update: Update, parsed: list[Event]) -> list[dict]:
+        """The stream's events for an update, given its parsed events."""
+        events = []
+        for event in parsed:
+            if isinstance(event, CallBegins):
+                events += self.begin(CallArguments, event)
+                continue
+            if type(event) is not self.kind:
+                events += self.begin(type(event))
+            self.text += event.text
+            events.append(self.delta(event.text))
+        if update.finish_reason is not None:
+            events += self.last_events(choice, update)
+        return events
+
+    def begin(self, kind: type, call: CallBegins | None = None) -> list[dict]:
+        """Begin a block. Returns the events for it, and for the end of the block before it."""
+        events = self.end()
+        self.kind = kind
+        self.text = ""
+        return events + self.begin_events(call)
+
+    def end(self) -> list[dict]:
+        """End the open block, if there is one. Returns the events for it."""
+        if self.kind is None:
+            return []
+        events = self.end_events()
+        self.kind = None
+        return events
 
 
 # ---------------------------------------------------------------- the events of a chat's answer

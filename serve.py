@@ -154,8 +154,6 @@ def main(ranks=None):
         status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {url(listener)}"
         print_status(status + examples(url(listener), checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
-        # Now the pipe tells if the HTTP process ends. Its signal could come while the broken pipe is handled.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         server.run(shutdown, args.queue_seconds)
     engine.close()
     print_status("the server has ended")
@@ -170,23 +168,21 @@ def url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+# Of what a client may ask: the path, the prompt's field, the prompt, and where the answer is.
+TEXT_EXAMPLE = ("completions", "prompt", "Once upon a time", "text")
+QUESTION = {"role": "user", "content": "Why is the sky blue?"}
+CHAT_EXAMPLE = ("chat/completions", "messages", [QUESTION], "message.content")
+
+
 def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
     """Lines that say how to ask a server with curl and from Python. They do not contain the key."""
     if checkpoint.tokenizer.vocabulary is None:
         return ""
 
+    path, name, prompt, answer = TEXT_EXAMPLE
     if checkpoint.tokenizer_files.template is not None:
-        path = "chat/completions"
-        name = "messages"
-        prompt = [{"role": "user", "content": "Why is the sky blue?"}]
-        answer = "message.content"
-    else:
-        path = "completions"
-        name = "prompt"
-        prompt = "Once upon a time"
-        answer = "text"
+        path, name, prompt, answer = CHAT_EXAMPLE
     body = json.dumps({name: prompt, "max_tokens": 200})
-    call = path.replace("/", ".")
     header = ' -H "Authorization: Bearer $API_KEY"' if api_key else ""
     key = "the key" if api_key else "unused"
 
@@ -199,7 +195,7 @@ From Python (pip install openai):
 from openai import OpenAI
 client = OpenAI(base_url="{address}/v1", api_key="{key}")
 prompt = {json.dumps(prompt)}
-answer = client.{call}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
+answer = client.{path.replace("/", ".")}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
 print(answer.choices[0].{answer})
 """
 
@@ -217,9 +213,8 @@ def may_compile_later(options: ModelOptions, ranks) -> bool:
     It does not on GPUs, where a CUDA graph belongs to the thread that captured it, and not with a
     draft or several ranks, whose steps are more than one function.
     """
-    if not options.compile or options.speculates or ranks.size > 1:
-        return False
-    return choose_device(options.device).type == "cpu"
+    is_plain = options.compile and not options.speculates and ranks.size == 1
+    return is_plain and choose_device(options.device).type == "cpu"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -264,20 +259,19 @@ def http_process(settings: Settings, listener: socket.socket):
     process = context.Process(target=run_http_process, args=(listener, theirs), daemon=True)
 
     try:
-        with failing_with(process):
-            with deferred_signals():
-                process.start()
-            theirs.close()
-            # They are not an argument of the process, because start() would wait forever for a
-            # process that has died to read them.
-            ours.send(settings)
-            yield ours
+        with blocked_signals():
+            process.start()
+        theirs.close()
+        # They are not an argument of the process, because start() would wait forever for a
+        # process that has died to read them.
+        ours.send(settings)
+        yield ours
 
-            ours.close()
-            process.join(5)
-            if process.exitcode:
-                raise HttpProcessEnded
-    except (HttpProcessEnded, *PIPE_CLOSED):
+        ours.close()
+        process.join(5)
+        if process.exitcode:
+            raise EOFError
+    except PIPE_CLOSED:
         process.join(5)
         if process.exitcode is None:
             raise UserError("the HTTP process does not answer") from None
@@ -287,55 +281,20 @@ def http_process(settings: Settings, listener: socket.socket):
         end_http_process(process)
 
 
-class HttpProcessEnded(SystemExit):
-    """The HTTP process has failed.
-
-    Other code must not take this for a failure of its own. The build of the kernels goes on without
-    them after an Exception, and what reads a tokenizer catches every BaseException but SystemExit
-    and KeyboardInterrupt, because libraries in Rust may panic.
-    """
-
-
 @contextmanager
-def failing_with(process: multiprocessing.Process):
-    """Raise HttpProcessEnded if the process fails meanwhile. Nobody reads from its pipe while a
-    model is loaded."""
-
-    def check(*_):
-        if process.exitcode:
-            raise HttpProcessEnded
-
-    signal.signal(signal.SIGCHLD, check)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-@contextmanager
-def deferred_signals():
+def blocked_signals():
     """Handle Ctrl-C and SIGTERM only when this block ends.
 
     A process that is started in it never gets them: Ctrl-C in a terminal sends SIGINT to both
     processes, and only this one should handle it.
     """
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    arrived = []
     # multiprocessing would start the tracker in this block, and unblock the signals.
     resource_tracker.ensure_running()
-    # A new process inherits that the signals are blocked. In this process another thread may get
-    # them, so they are noted, too.
-    handlers = {kind: signal.signal(kind, lambda number, _: arrived.append(number)) for kind in kinds}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
-
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
-        for kind in arrived:
-            signal.raise_signal(kind)
 
 
 def end_http_process(process: multiprocessing.Process):

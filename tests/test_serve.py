@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,11 +51,10 @@ from servers import (
 from texts import strings
 
 import serve
-import tokenizer
 from cli import UserError
 from engine import Request, generate
 from evaluate import harness_model
-from load import load_model, open_checkpoint
+from load import load_model
 from server.answer_text import AnswerText
 from server.connections import MAX_HEAD_BYTES
 from server.pipe_messages import TextRequest
@@ -793,13 +792,10 @@ def http_process_by(monkeypatch, path: Path, script: str, settings=b"", shell="/
 @pytest.mark.parametrize("size", [1, 1 << 24])  # of the settings: more than a pipe holds
 @pytest.mark.parametrize("script, code", [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", -9), ("sleep 0.3; exit 1", 1)])
 def test_an_http_process_that_ends_while_it_starts(monkeypatch, tmp_path, script, code, size):
-    """It reads nothing. The server ends with it, also while it does something that tries again when it fails."""
+    """It reads nothing. The server ends when it writes to the pipe."""
     ended = pytest.raises(UserError, match=rf"^the HTTP process has ended \(exit code {code}\)$")
     with ended, http_process_by(monkeypatch, tmp_path / "http", script, bytes(size)) as connection:
-        while code:
-            with suppress(Exception):
-                time.sleep(0.01)
-        time.sleep(0.3)
+        time.sleep(0.5)
         connection.send("ready")
 
 
@@ -843,7 +839,7 @@ def test_the_http_process_begins_with_blocked_signals(monkeypatch, tmp_path):
     assert set(out.read_text().split()) == {"SIGINT", "SIGTERM"}
 
 
-STARTS = [0, 0.02, 0.1, 0.3, 0.6, 1, 1.5, 2, 2.5, 3, 4, 6]
+STARTS = [0, 0.1, 0.6, 1.5, 3, 6]
 
 
 def start_of(checkpoints, log) -> subprocess.Popen:
@@ -869,17 +865,6 @@ def test_an_http_process_that_is_killed_while_the_server_starts(checkpoints, tmp
         log.seek(0)
         *_, line = log_lines(log.read())
     assert line == "serve.py: error: the HTTP process has ended (exit code -9)"
-
-
-def test_the_end_of_the_http_process_is_not_taken_for_a_broken_tokenizer(checkpoints, monkeypatch):
-    """It is raised wherever the signal of the process's end arrives."""
-
-    def ended(*_):
-        raise serve.HttpProcessEnded
-
-    monkeypatch.setattr(tokenizer, "JsonVocabulary", ended)
-    with pytest.raises(serve.HttpProcessEnded):
-        tokenizer.Tokenizer(open_checkpoint(str(checkpoints[None])).tokenizer_files)
 
 
 @pytest.mark.full
@@ -918,8 +903,7 @@ def group_members(group: int) -> list[int]:
 def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
     """A terminal sends it to both processes."""
     with (tmp_path / "log").open("w+") as log:
-        command = [sys.executable, "serve.py", "--port", "0", "--checkpoint_path", str(checkpoints[None])]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        process = start_of(checkpoints, log)
         try:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             # Python's resource tracker is the other one.

@@ -3,7 +3,7 @@ Anthropic's messages.
 
 Read down: errors; chat_body, which translates a request's body (anthropic_requests.py has its
 fields), with the messages and the tools; the parsers of both paths; MessageBuilder, which builds
-responses. If this file is deleted, http_server.py has no such paths.
+responses.
 
 Source: Anthropic's API reference (Streaming Messages, Errors).
 """

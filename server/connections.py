@@ -6,7 +6,6 @@ who may use the server.
 """
 
 import asyncio
-import re
 import resource
 import sys
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -35,8 +34,6 @@ READ_BYTES = 1 << 13
 # while the client sends, the client might lose the response.
 LINGER_S = 2
 RESERVED_FILES = 40  # file descriptors that are not for connections
-# A target that begins with a scheme and a host, without a user name.
-ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)
 
 
 class HttpServer(uvicorn.Server):
@@ -69,7 +66,7 @@ class HttpServer(uvicorn.Server):
 
 class RequestParser(h11.Connection):
     """h11's parser, which here also refuses ambiguous lengths, and heads and bodies that are too
-    long, and accepts the absolute targets that proxies send."""
+    long."""
 
     request: h11.Request | None = None  # the current one, once its head is complete
     max_body_bytes = MAX_BODY_BYTES
@@ -93,19 +90,7 @@ class RequestParser(h11.Connection):
             raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
         if int(fields.get(b"content-length", 0)) > self.max_body_bytes:  # refused before it is sent
             raise h11.RemoteProtocolError(f"the body has more than {self.max_body_bytes} bytes", 413)
-
-        absolute = ABSOLUTE_TARGET.fullmatch(event.target)
-        if absolute is None:
-            return event
-        # The host of the target replaces Host (RFC 9112, section 3.2.2), so SameSite checks the
-        # right one.
-        headers = [(name, value) for name, value in event.headers if name != b"host"]
-        return h11.Request(
-            method=event.method,
-            target=b"/" + absolute[2].removeprefix(b"/"),
-            headers=[(b"host", absolute[1]), *headers],
-            http_version=event.http_version,
-        )
+        return event
 
 
 class HttpConnection(H11Protocol):

@@ -10,7 +10,6 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -18,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cli import first_line, print_status, printable
+from server.anthropic import anthropic_error
 from server.engine_client import EngineFailure, RequestAborted
 from server.request_fields import ApiError, encode_json
 
@@ -42,17 +42,9 @@ NOT_OFFERED = {
 }  # fmt: skip
 
 
-def has_anthropic() -> bool:
-    return Path(__file__).with_name("anthropic.py").exists()
-
-
 def error_body(error: ApiError, path: str) -> dict:
     """An error as clients of the path expect it."""
-    if path.startswith(ANTHROPIC_PATH) and has_anthropic():
-        from server.anthropic import anthropic_error
-
-        return anthropic_error(error)
-    return error.body()
+    return anthropic_error(error) if path.startswith(ANTHROPIC_PATH) else error.body()
 
 
 def error_response(error: ApiError, path: str, headers: dict | None = None) -> Response:

@@ -37,10 +37,12 @@ from starlette.routing import Route
 
 from cli import VERSION, open_closed_streams, print_status
 from server.access import CORS_HEADERS, ApiKey, SameSite, is_loopback
+from server.anthropic import MessageBuilder, count_tokens, parse_message
 from server.api import ServedModel
 from server.connections import BodyLimits, HttpServer, body_of
 from server.engine_client import EngineClient, UpdateStream
-from server.error_responses import ANTHROPIC_PATH, OutermostApp, handle_error, has_anthropic, internal_error
+from server.error_responses import ANTHROPIC_PATH, OutermostApp, handle_error, internal_error
+from server.openai_responses import ItemBuilder, KeptResponses, parse_response
 from server.pipe_messages import Settings
 from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, parse_object
 from server.responses import ResponseBuilder
@@ -109,21 +111,27 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     async def metrics(request: HttpRequest):
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    complete = completion_endpoint(engine, model, model.parse_completion)
-    chat = completion_endpoint(engine, model, model.parse_chat)
+    generating = partial(completion_endpoint, engine, model)
+    limits = BodyLimits(settings.context_length)
+    kept = KeptResponses(limits.max_bytes / MAX_BODY_BYTES)
+    posts = {
+        "/v1/completions": generating(model.parse_completion),
+        "/v1/chat/completions": generating(model.parse_chat),
+        "/tokenize": post_endpoint(model.tokenize),
+        "/detokenize": post_endpoint(model.detokenize),
+        ANTHROPIC_PATH: generating(partial(parse_message, model), MessageBuilder),
+        f"{ANTHROPIC_PATH}/count_tokens": post_endpoint(partial(count_tokens, model)),
+        "/v1/responses": generating(partial(parse_response, model, kept), partial(ItemBuilder, kept)),
+    }
     routes = [
-        Route("/v1/completions", complete, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/tokenize", post_endpoint(model.tokenize), methods=["POST"]),
-        Route("/detokenize", post_endpoint(model.detokenize), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+        Route("/v1/responses/{name}", kept_endpoint(kept), methods=["GET", "DELETE"]),
         Route("/tokenizer_info", get_endpoint(model.tokenizer_info)),
         Route("/v1/models", get_endpoint(lambda: {"object": "list", "data": [model.model_card()]})),
         Route("/v1/models/{name:path}", get_endpoint(model.find_model)),
         Route("/version", get_endpoint(lambda: {"version": VERSION})),
         Route("/health", health),
         Route("/metrics", metrics),
-        *anthropic_routes(engine, model),
-        *responses_routes(engine, model),
         *page_routes(),
     ]
     if settings.api_key:
@@ -136,7 +144,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[access])
     app.router.redirect_slashes = False
     app.state.metrics = engine.metrics
-    app.state.bodies = BodyLimits(settings.context_length)
+    app.state.bodies = limits
     return OutermostApp(app, headers, (lambda line: None) if settings.quiet else print_status)
 
 
@@ -183,31 +191,10 @@ def get_endpoint(work: Callable[..., dict]):
     return endpoint
 
 
-def anthropic_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
-    """The paths of Anthropic's API. No routes if anthropic.py is missing."""
-    if not has_anthropic():
-        return []
-    from server.anthropic import MessageBuilder, count_tokens, parse_message
+def kept_endpoint(kept: KeptResponses):
+    """An endpoint that returns or deletes a response that is kept."""
 
-    messages = completion_endpoint(engine, model, partial(parse_message, model), MessageBuilder)
-    count = post_endpoint(partial(count_tokens, model))
-    return [
-        Route(ANTHROPIC_PATH, messages, methods=["POST"]),
-        Route(f"{ANTHROPIC_PATH}/count_tokens", count, methods=["POST"]),
-    ]
-
-
-def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
-    """The paths of OpenAI's Responses API. No routes if openai_responses.py is missing."""
-    if not Path(__file__).with_name("openai_responses.py").exists():
-        return []
-    from server.openai_responses import ItemBuilder, KeptResponses, parse_response
-
-    kept = KeptResponses(BodyLimits(model.context_length).max_bytes / MAX_BODY_BYTES)
-    parse = partial(parse_response, model, kept)
-    create = completion_endpoint(engine, model, parse, partial(ItemBuilder, kept))
-
-    async def kept_response(request: HttpRequest):
+    async def endpoint(request: HttpRequest):
         name = request.path_params["name"]
         response, _ = kept.find(name)
         if request.query_params.get("stream") in ("true", "1"):
@@ -217,10 +204,7 @@ def responses_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
             response = {"id": name, "object": "response", "deleted": True}
         return json_response(response)
 
-    return [
-        Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/{name}", kept_response, methods=["GET", "DELETE"]),
-    ]
+    return endpoint
 
 
 def page_routes() -> list[Route]:

@@ -3,7 +3,7 @@ items.
 
 Read down: KeptResponses, which later requests continue; parse_response (responses_requests.py has
 the fields); add_items, which turns items into a chat's messages; the tools; ItemBuilder, which
-builds responses. If this file is deleted, http_server.py has no such paths.
+builds responses.
 
 Source: OpenAI's API reference (Streaming events), and the types of its client for Python.
 """

@@ -12,7 +12,7 @@ from scripted import TEMPLATE, ScriptedEngine, app_settings, events_of, served_m
 from servers import CONTEXT, KEY
 from starlette.testclient import TestClient
 
-from server import error_responses, http_server
+from server import http_server
 from server.anthropic import anthropic_error, chat_body, count_tokens, parse_message
 from server.request_fields import ApiError
 
@@ -455,11 +455,3 @@ def test_the_key_may_be_in_either_header(client):
         assert client.post("/v1/messages/count_tokens", json=body, headers=one).status_code == expected
     assert client.get("/v1/models").status_code == 401  # x-api-key is for Anthropic's paths only
     assert client.get("/v1/models", headers=headers).status_code == 200
-
-
-def test_the_file_can_be_deleted(settings, engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(error_responses, "__file__", str(tmp_path / "error_responses.py"))
-    client = TestClient(http_server.make_app(settings, engine, "127.0.0.1"), headers={"authorization": f"Bearer {KEY}"})
-    response = client.post("/v1/messages", json={"messages": [QUESTION]})
-    assert response.status_code == 404 and response.json()["error"]["code"] == "not_found"
-    assert client.get("/v1/models").status_code == 200

@@ -659,14 +659,6 @@ def is_kept_after(client, name: str, engine) -> bool:
     return is_kept(client, name)
 
 
-def test_the_file_can_be_deleted(checkpoints, engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
-    app = http_server.make_app(app_settings(checkpoints[None], TEMPLATE), engine, "127.0.0.1")
-    client = TestClient(app, headers={"authorization": f"Bearer {KEY}"})
-    assert client.post(PATH, json={"input": "Hello"}).json()["error"]["code"] == "not_found"
-    assert client.get("/v1/models").status_code == 200
-
-
 # ---------------------------------------------------------------- the official client
 
 

@@ -93,10 +93,10 @@ def parse_arguments(argv=None):
     args.model = ModelOptions.from_arguments(args, converses=True)
     if args.max_queue is None:
         args.max_queue = 4 * args.max_batch_size
-    if args.api_key == "":
-        raise UserError("--api_key is empty; give a key, or leave the option out to need none")
-    if args.api_key and (args.api_key != args.api_key.strip() or min(args.api_key) < " "):
-        raise UserError("--api_key has control characters, or white space at an end, which HTTP cannot transmit")
+    key = args.api_key
+    if key is not None and (key != key.strip() or min(key, default="") < " "):
+        reason = "has control characters, or white space at an end, which HTTP cannot transmit"
+        raise UserError(f"--api_key is empty or {reason}; leave the option out to need no key")
     return args
 
 

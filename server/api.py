@@ -21,7 +21,7 @@ from server.answer_text import AnswerText
 from server.answers import AnswerParser, Event, without_broken_calls
 from server.chat_prompts import ChatModel, Conversation
 from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
-from server.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.openai_requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import ApiError
 from tokenizer import Tokenizer, TokenizerFiles
@@ -72,13 +72,10 @@ class Choice:
             return replace(update, finish_reason="error", error=first_line(error), traceback=lines, events=[])
 
     def events(self, update: Update) -> list[Event]:
-        """The events of an update of a chat's answer, which is parsed if it was not yet."""
-        if update.events is not None:
-            return update.events
-        events = self.parser.add(update.text)
-        if update.finish_reason is not None:
-            events += self.parser.end(is_cut=update.finish_reason == "length")
-        return events
+        """The events of an update of a chat's answer, which is read if it was not yet."""
+        if update.events is None:
+            update = self.answer.read(update)
+        return update.events
 
     def all_events(self, combined: Update) -> list[Event]:
         """The events of a whole answer. Calls whose arguments are not JSON are content there; a stream
@@ -111,8 +108,7 @@ class CompletionRequest:
     n: int = 1
     is_chat: bool = False
     stream: bool = False
-    include_usage: bool = False  # whether a stream ends with the usage
-    continuous_usage: bool = False  # whether each chunk of a stream has the usage so far
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
     created: int = field(default_factory=lambda: int(time.time()))
     turn: object = None  # the openai_responses.Turn of a request to /v1/responses
 
@@ -286,7 +282,9 @@ class ServedModel:
                 )
                 answer = AnswerText(self.tokenizer, text_request)
                 choices.append(Choice(len(choices), text_request, text, answer=answer))
-        return CompletionRequest(f"cmpl-{secrets.token_hex(12)}", choices, fields.n, **fields.streaming())
+        return CompletionRequest(
+            f"cmpl-{secrets.token_hex(12)}", choices, fields.n, False, fields.stream, fields.stream_options
+        )
 
     def parse_chat(self, body: dict) -> CompletionRequest:
         """Parse a body of /v1/chat/completions."""
@@ -330,7 +328,7 @@ class ServedModel:
             answer = AnswerText(self.tokenizer, text_request, parser)
             choices.append(Choice(len(choices), text_request, parser=parser, answer=answer))
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
-        return CompletionRequest(response_id, choices, fields.n, is_chat=True, **fields.streaming())
+        return CompletionRequest(response_id, choices, fields.n, True, fields.stream, fields.stream_options)
 
     def parse_translated(self, body: dict, names: dict[str, str], kind: str) -> CompletionRequest:
         """Parse a body of /v1/chat/completions that a request of another API was translated to.

@@ -37,7 +37,7 @@ RESERVED_FILES = 40  # file descriptors that are not for connections
 
 
 class HttpServer(uvicorn.Server):
-    def __init__(self, app: OutermostApp, max_body_bytes: int = MAX_BODY_BYTES, log=lambda line: None):
+    def __init__(self, app: OutermostApp, log=lambda line: None):
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -50,7 +50,6 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=2,
             backlog=16,  # connections that are accepted at once
         )
-        config.max_body_bytes = max_body_bytes
         config.log = log  # gets a line for each request that is refused before it reaches the app
         super().__init__(config)
 
@@ -65,11 +64,9 @@ class HttpServer(uvicorn.Server):
 
 
 class RequestParser(h11.Connection):
-    """h11's parser, which here also refuses ambiguous lengths, and heads and bodies that are too
-    long."""
+    """h11's parser, which here also refuses ambiguous lengths, and heads that are too long."""
 
     request: h11.Request | None = None  # the current one, once its head is complete
-    max_body_bytes = MAX_BODY_BYTES
 
     def next_event(self):
         bytes_before = len(self.trailing_data[0])
@@ -88,8 +85,6 @@ class RequestParser(h11.Connection):
         # can hold another one (request smuggling).
         if b"content-length" in fields and b"transfer-encoding" in fields:
             raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
-        if int(fields.get(b"content-length", 0)) > self.max_body_bytes:  # refused before it is sent
-            raise h11.RemoteProtocolError(f"the body has more than {self.max_body_bytes} bytes", 413)
         return event
 
 
@@ -100,10 +95,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.conn = RequestParser(h11.SERVER, MAX_HEAD_BYTES)
-        self.conn.max_body_bytes = self.config.max_body_bytes
-        # Whether a request could not be parsed, so that the rest of the input means nothing.
-        self.is_invalid = False
-        # Closes the connection some time after a request was refused.
+        # Closes the connection some time after a request was refused. The rest of the input means nothing.
         self.closing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport):
@@ -118,20 +110,17 @@ class HttpConnection(H11Protocol):
         self._unset_keepalive_if_required()  # its timer would keep the connection in memory
 
     def data_received(self, data: bytes):
-        if not self.is_invalid:
-            self.conn.receive_data(data)
-            self.handle_events()  # stops the timer when the head of a request is complete
-
-            # A client that has sent its next request is read on, so that it is seen to disconnect.
-            if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
-                self.flow.resume_reading()
         if self.closing is not None:
-            self._linger()
+            return self._linger()
+        self.conn.receive_data(data)
+        self.handle_events()  # stops the timer when the head of a request is complete
+
+        # A client that has sent its next request is read on, so that it is seen to disconnect.
+        if self.conn.their_state is not h11.SEND_BODY and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str):
-        """Respond to a request that was refused. If only its body was too long, the next request is
-        read after this body."""
-        self.is_invalid = True
+        """Respond to a request that was refused, and close the connection."""
         events = self._refusal(sys.exc_info()[1])
         try:
             self.transport.write(b"".join(map(self.conn.send, events)))
@@ -141,21 +130,15 @@ class HttpConnection(H11Protocol):
         if self.cycle is not None:  # the running request must not send a second response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state is h11.DONE:
-            self.is_invalid = False
-            self.on_response_complete()
-            self.handle_events()
-        else:
-            with suppress(OSError):  # the client has closed its end: the response was answered with a reset
-                self.transport.write_eof()
+        with suppress(OSError):  # the client has closed its end: the response was answered with a reset
+            self.transport.write_eof()
         self._linger()
 
     def _refusal(self, failure: h11.RemoteProtocolError) -> list[h11.Event]:
         """The response to a request that was refused, as h11's events."""
         request = self.conn.request
         status = failure.error_status_hint  # h11's own is 431 if a head is too long
-        code = "request_too_large" if status == 413 else None
-        error = ApiError(f"invalid HTTP request: {failure}", status, code=code)
+        error = ApiError(f"invalid HTTP request: {failure}", status)
         path = request.target.decode("ascii") if request is not None else ""
         body = encode_json(error_body(error, path))
         request_id = new_request_id()
@@ -166,26 +149,19 @@ class HttpConnection(H11Protocol):
         headers = [
             (b"Content-Type", b"application/json"),
             (b"Content-Length", b"%d" % len(body)),
+            (b"Connection", b"close"),
             *self.config.app.headers(request_id),
         ]
-        if status != 413:
-            headers.append((b"Connection", b"close"))
-        if request is not None and request.method == b"HEAD":
-            body = b""
         return [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
 
     def _linger(self):
-        """Close the connection when nothing more has come for LINGER_S, unless the next request is
-        awaited."""
+        """Close the connection when nothing more has come for LINGER_S."""
         now = self.loop.time()
         if self.closing is None:
             self.latest_close = now + BODY_TIMEOUT_S
         else:
             self.closing.cancel()
-            self.closing = None
-        if self.is_invalid or self.conn.our_state is h11.DONE:
-            when = min(now + LINGER_S, self.latest_close)
-            self.closing = self.loop.call_at(when, self.transport.close)
+        self.closing = self.loop.call_at(min(now + LINGER_S, self.latest_close), self.transport.close)
 
 
 class BodyLimits:
@@ -222,13 +198,16 @@ async def body_of(request: HttpRequest):
 async def collect_body(request: HttpRequest, data: bytearray, limits: BodyLimits):
     """Add the body of a request to `data`."""
     size = 0
+    too_long = ApiError(f"the body has more than {limits.max_bytes} bytes", 413, code="request_too_large")
+    most = 10 * limits.max_bytes  # that are read, because many clients read the response only when they have sent all
+    if int(request.headers.get("content-length", 0)) > most:
+        raise too_long
     async for part in request.stream():
         size += len(part)
         if size <= limits.max_bytes:
             limits.take(len(part))
             data += part
-        # Many clients read the response only when they have sent all, so some more is read.
-        if size > 10 * limits.max_bytes:
+        if size > most:
             break
     if size > limits.max_bytes:
-        raise ApiError(f"the body has more than {limits.max_bytes} bytes", 413, code="request_too_large")
+        raise too_long

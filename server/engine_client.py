@@ -215,15 +215,12 @@ class UpdateStream:
         self.unsent_bytes = 0  # of the updates in the queue
         self.unfinished = {choice.text_request.request_id: choice for choice in completion.choices}
         self.is_streamed = completion.stream
-        self.disconnected = False
         self.watcher = asyncio.create_task(self._watch_client(receive))
 
     async def _watch_client(self, receive: Callable):
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.disconnected = True
-        self._cancel()
-        self.queue.put_nowait(None)  # wakes __anext__
+        self.fail(ClientDisconnect())
 
     def _cancel(self):
         for request_id in self.unfinished:
@@ -239,27 +236,26 @@ class UpdateStream:
         """Queue the updates of one status of the engine for the response. If a client reads its
         streamed response so slowly that too much is queued already, the request fails instead."""
         if self.is_streamed and self.unsent_bytes > MAX_UNSENT_BYTES:
-            self._cancel()
-            while not self.queue.empty():
-                self.queue.get_nowait()
             return self.fail(RequestAborted("the client does not read the response", 503))
         for update in updates:
             self.unsent_bytes += estimate_bytes(update)
             self.queue.put_nowait(update)
 
-    def fail(self, error: ApiError):
+    def fail(self, error: Exception):
+        """End the response with an error, in the place of what was not sent yet."""
+        self._cancel()
+        while not self.queue.empty():
+            self.queue.get_nowait()
         self.queue.put_nowait(error)
 
     def __aiter__(self):
         return self
 
     async def __anext__(self) -> tuple[Choice, Update]:
-        if not self.unfinished and not self.disconnected and self.queue.empty():
+        if not self.unfinished and self.queue.empty():
             raise StopAsyncIteration
         update = await self.queue.get()
-        if self.disconnected:
-            raise ClientDisconnect
-        if isinstance(update, ApiError):
+        if isinstance(update, Exception):
             raise update
 
         self.unsent_bytes -= estimate_bytes(update)

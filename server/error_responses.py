@@ -149,6 +149,4 @@ async def handle_error(request: HttpRequest, error: Exception) -> Response:
 
 def outcome(status: int) -> str:
     """The label of a request with this status in the metrics."""
-    if status == 429:
-        return "overloaded"
-    return "refused" if status < 500 else "error"
+    return {429: "overloaded"}.get(status, "refused" if status < 500 else "error")

@@ -77,7 +77,7 @@ async def serve_http(settings: Settings, listener: socket.socket, connection):
     # A body may have thousands of objects. Python would look at all modules while they are made.
     gc.freeze()
     gc.set_threshold(20_000)
-    server = HttpServer(app, BodyLimits(settings.context_length).max_bytes, app.log)
+    server = HttpServer(app, app.log)
 
     def stop():
         server.should_exit = True

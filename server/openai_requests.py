@@ -174,12 +174,6 @@ class Answers(Settings):
         """The ids of the tokens that end an answer."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
-    def streaming(self) -> dict[str, bool]:
-        """The fields of a CompletionRequest that are about streaming."""
-        options = self.stream_options
-        usage = {"include_usage": options.include_usage, "continuous_usage": options.continuous_usage_stats}
-        return {"stream": self.stream} | usage
-
 
 # ---------------------------------------------------------------- messages
 

@@ -107,8 +107,11 @@ class Fields(BaseModel):
         for name, value in self.model_extra.items():
             if name not in NEUTRAL_VALUES:
                 log_once(self.logged, name, f"a request has the field {name[:60]!r}, which is ignored")
-            else:
-                refuse_unless_neutral(name, value)
+                continue
+            accepted = NEUTRAL_VALUES[name]  # 1.0 is 1, but true is not
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+                values = " or ".join(json.dumps(one) for one in [None, *accepted])
+                raise ApiError(f"{name} is not supported, except with {values}, which changes nothing", param=name)
 
 
 def tagged(kind: str, tag: str = "type", **fields) -> type[Fields]:
@@ -219,11 +222,3 @@ def log_once(logged: set[str], name: str, text: str):
     if name not in logged and len(logged) < MAX_LOGGED:
         logged.add(name)
         print_status(text)
-
-
-def refuse_unless_neutral(name: str, value):
-    """Refuse an unsupported field unless its value changes nothing. 1.0 is 1, but true is not."""
-    accepted = NEUTRAL_VALUES[name]
-    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
-        values = " or ".join(json.dumps(one) for one in [None, *accepted])
-        raise ApiError(f"{name} is not supported, except with {values}, which changes nothing", param=name)

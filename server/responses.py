@@ -7,7 +7,7 @@ answers.py has parsed; the log-probabilities.
 import itertools
 
 from engine import Request
-from server.answers import CallArguments, CallBegins, Content, Event
+from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.pipe_messages import Update
 from server.request_fields import ApiError, encode_json
@@ -71,9 +71,9 @@ class ResponseBuilder:
 
     def usage_so_far(self) -> dict:
         """The field `usage` of a chunk that is not the last one, if it has one."""
-        if self.completion.continuous_usage:
+        if self.completion.stream_options.continuous_usage_stats:
             return {"usage": self.completion.usage()}
-        if self.completion.include_usage:
+        if self.completion.stream_options.include_usage:
             return {"usage": None}
         return {}
 
@@ -83,7 +83,7 @@ class ResponseBuilder:
 
     def stream_end(self) -> bytes:
         """The bytes after those of all updates."""
-        if not self.completion.include_usage:
+        if not self.completion.stream_options.include_usage:
             return END_OF_STREAM
         chunk = self.header | {"choices": [], "usage": self.completion.usage()}
         return data_event(chunk) + END_OF_STREAM
@@ -204,27 +204,22 @@ class BlockBuilder:
 # ---------------------------------------------------------------- the events of a chat's answer
 
 
+TEXT_FIELDS = {Content: "content", Reasoning: "reasoning_content"}  # of a message
+
+
 def stream_deltas(events: list[Event]) -> list[dict]:
     """The deltas of a stream, in order. Neighbouring events of the same kind become one delta."""
     deltas = []
-    for (kind, index), group in itertools.groupby(events, kind_and_index):
+    for (kind, index), group in itertools.groupby(events, lambda event: (type(event), getattr(event, "index", None))):
         if kind is CallBegins:
-            begin = next(group)
-            deltas.append({"tool_calls": [{"index": index} | new_call(begin)]})
+            deltas.append({"tool_calls": [{"index": index} | new_call(next(group))]})
             continue
         text = "".join(event.text for event in group)
         if kind is CallArguments:
             deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-        elif kind is Content:
-            deltas.append({"content": text})
         else:
-            deltas.append({"reasoning_content": text})
+            deltas.append({TEXT_FIELDS[kind]: text})
     return deltas
-
-
-def kind_and_index(event: Event) -> tuple[type, int | None]:
-    """The type of an event, and the index of the call to which it belongs."""
-    return type(event), getattr(event, "index", None)
 
 
 def new_call(event: CallBegins) -> dict:
@@ -235,25 +230,18 @@ def new_call(event: CallBegins) -> dict:
 
 def message_fields(events: list[Event]) -> dict:
     """The content, the thoughts and the calls of a message that is not streamed."""
-    content = ""
-    thoughts = ""
+    fields = {"content": ""}
     calls = []
     for event in events:
         if isinstance(event, CallBegins):
             calls.append(new_call(event))
         elif isinstance(event, CallArguments):
             calls[event.index]["function"]["arguments"] += event.text
-        elif isinstance(event, Content):
-            content += event.text
         else:
-            thoughts += event.text
-
-    fields = {"content": content}
-    if calls and not content:
-        fields["content"] = None
-    if thoughts:
-        fields["reasoning_content"] = thoughts
+            name = TEXT_FIELDS[type(event)]
+            fields[name] = fields.get(name, "") + event.text
     if calls:
+        fields["content"] = fields["content"] or None
         fields["tool_calls"] = calls
     return fields
 

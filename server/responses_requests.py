@@ -88,22 +88,20 @@ class ResponseBody(Fields):
     safety_identifier: str | None = None
     user: str | None = None
 
-    # Without effect.
-    include: list = []
-    service_tier: str | None = None
-    max_tool_calls: int | None = None
-    prompt_cache_retention: str | None = None
-    stream_options: dict = {}
-    prompt_cache_options: dict = {}
-    client_metadata: dict = {}
-
     def check_further(self):
         """Refuse fields of a chat that this API does not have. The model of a chat checks the others."""
+        for name in WITHOUT_EFFECT:
+            self.model_extra.pop(name, None)
         for name, (neutral, hint) in REFUSED.items():
             if self.model_extra.pop(name, neutral) != neutral:
                 raise ApiError(f"{name} is not supported{hint}", param=name)
 
 
+# Fields that change nothing here, though a chat may have one of the name.
+WITHOUT_EFFECT = (
+    "include", "service_tier", "max_tool_calls", "prompt_cache_retention", "stream_options", "prompt_cache_options",
+    "client_metadata",
+)  # fmt: skip
 # Fields that are not supported. Each has a value that changes nothing, which is accepted, and a
 # hint for the error message. NEUTRAL_VALUES has more such fields.
 REFUSED = {

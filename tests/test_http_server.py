@@ -829,7 +829,7 @@ def test_large_bodies_share_their_memory():
             yield b" " * (1 << 20)
             yield b" " * (size - (1 << 20))
 
-        return SimpleNamespace(app=app, stream=stream)
+        return SimpleNamespace(app=app, stream=stream, headers={})
 
     async def hold(number, size):
         if number == 0:

@@ -433,9 +433,7 @@ HOSTILE = [  # (fields, the one that is named, a part of the message)
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "prompt is not supported"), ({"n": 2}, "n", "n is not supported"),
     ({"messages": [USER]}, "messages", "messages is not supported"), ({"logprobs": True}, "logprobs", "not supported"),
     ({"top_logprobs": 2}, "top_logprobs", "not supported"), ({"moderation": {"model": "x"}}, "moderation", "not sup"),
-    ({"include": "x"}, "include", "must be a list"), ({"service_tier": 5}, "service_tier", "must be a string"),
     ({"user": 5}, "user", "must be a string"), ({"prompt_cache_key": {}}, "prompt_cache_key", "must be a string"),
-    ({"stream_options": []}, "stream_options", "must be an object"),
     ({"previous_response_id": 5}, "previous_response_id", "must be a string"),
     ({"functions": [FUNCTION]}, "functions", "not supported"), ({"suffix": "x"}, "suffix", "not supported"),
 ]  # fmt: skip

@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
+
+from tqdm import tqdm
 
 VERSION = "0.1.0"
 
@@ -202,7 +204,13 @@ class ArgumentParser(argparse.ArgumentParser):
                 similar = get_close_matches(name, self._option_string_actions, 1)
                 advice = "".join(f"; did you mean {option}?" for option in similar)
                 self.error(f"unrecognized arguments: {' '.join([argument, *values])}{advice}")
-        return super().parse_args(given, namespace)
+        found = super().parse_args(given, namespace)
+        named = vars(found).pop("named_model", None)  # see add_model_name
+        if named is not None and found.checkpoint_path not in (None, named):
+            self.error(f"{named!r} and --checkpoint_path {found.checkpoint_path!r} both name a model; name one")
+        if named is not None:
+            found.checkpoint_path = named
+        return found
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
@@ -233,27 +241,11 @@ class PrintVersion(argparse.Action):
         parser.exit()
 
 
-class ModelName(argparse.Action):
-    """The model, named by an option or as the first argument without one. An option that is repeated
-    counts as it comes last."""
-
-    latest = None  # what this option has named
-
-    def __call__(self, parser, namespace, name, option_string=None):
-        before = getattr(namespace, self.dest, None)
-        if before not in (None, name, self.latest):
-            first, second = (name, before) if option_string is None else (before, name)
-            parser.error(f"{first!r} and --checkpoint_path {second!r} both name a model; name one")
-        self.latest = name
-        setattr(namespace, self.dest, name)
-
-
 def add_model_name(parser: argparse.ArgumentParser, add: Callable, help: str):
     """Let the first argument without an option, or --checkpoint_path, name the model. add: the method
     that adds an option to the parser, or to one of its groups."""
-    add("--checkpoint_path", "--model", "-m", metavar="MODEL", action=ModelName, help=help)
-    where = {"nargs": "?", "default": argparse.SUPPRESS, "action": ModelName}
-    parser.add_argument("checkpoint_path", metavar="MODEL", help="the same as --checkpoint_path MODEL", **where)
+    add("--checkpoint_path", "--model", "-m", metavar="MODEL", help=help)
+    parser.add_argument("named_model", metavar="MODEL", nargs="?", help="the same as --checkpoint_path MODEL")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -294,7 +286,7 @@ def token_ids(text: str) -> list[int]:
 # ---------------------------------------------------------------- messages, all on stderr
 
 REFRESH_S = 0.5  # seconds between two updates of a line on a terminal
-SILENT_S = 2.0  # seconds that a process waits for a lock before a line says so
+SILENT_S = 2.0  # seconds that a wait takes before a line says so
 LINE_S = 10.0  # seconds between two lines about long work, if stderr is not a terminal
 
 
@@ -316,65 +308,42 @@ def has_colours(stream) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-class Progress:
-    """How much of some work is done: shown on stderr, on a terminal as a bar (tqdm), else as a line.
+class Progress(tqdm):
+    """How much of some work is done: shown on stderr, on a terminal as a bar, else as a line.
 
     unit: what is counted, as it is written after a number: "B" for bytes, " tokens", " steps".
     line_s: seconds between two lines that also give the time left; None: the lines do not give it.
+    n is how much is done, `initial` how much of n was done before.
     """
 
+    monitor_interval = 0  # tqdm starts no thread
+
     def __init__(self, total: int, description: str, unit: str, line_s: float | None = None):
-        self.total = total
-        self.description = description
-        self.unit = unit
-        self.initial = 0  # how much of n was done before
+        # With this delay and interval, tqdm draws nothing by itself, and clears nothing in close().
+        mute = {"delay": 1e-3, "mininterval": float("inf"), "disable": False}
+        super().__init__(
+            total=total, desc=description, unit=unit, unit_scale=True, leave=False, dynamic_ncols=True, **mute
+        )
         self.line_s = line_s
-        self.n = 0  # how much is done
-        self.start = time.time()
-        self.bar = None  # the tqdm bar, once it is shown
 
-    def update(self, n: int):
-        """Note that n more is done."""
-        self.n += n
-
-    def refresh(self):
+    def show(self):
         """Show how much is done."""
-        if not sys.stderr.isatty():
-            return print_status(f"{self.description}: {self.amount()}{self.time_left()}")
-        if self.bar is None:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=self.total,
-                desc=self.description,
-                unit=self.unit,
-                unit_scale=True,
-                leave=False,
-                dynamic_ncols=True,
-            )
-            self.bar.start_t = self.start
-        self.bar.n = self.n
-        self.bar.initial = self.initial
-        self.bar.refresh()
+        if sys.stderr.isatty():
+            self.last_print_t = time.time()  # so that close() clears the bar
+            return self.refresh()
+        line = f"{self.desc}: {self.n:,} of {self.total:,}{self.unit}"
+        if self.unit == "B":
+            line = f"{self.desc}: {self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+        if self.line_s is not None and self.n > self.initial:
+            seconds = (time.time() - self.start_t) * (self.total - self.n) / (self.n - self.initial)
+            line += f", about {seconds:,.0f} s left"
+        print_status(line)
 
     def write(self, text: str):
         """Print a line on stderr, above the bar."""
-        if self.bar is None:
-            print_status(text)
-        else:
-            self.bar.write(text, file=sys.stderr)
-
-    def amount(self) -> str:
-        """A text like "98 of 271 MB"."""
-        if self.unit == "B":
-            return f"{self.n / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
-        return f"{self.n:,} of {self.total:,}{self.unit}"
-
-    def time_left(self) -> str:
-        """A text like ", about 12 s left", computed from the rate so far; empty if nothing is done."""
-        if self.line_s is None or self.n <= self.initial:
-            return ""
-        return f", about {(time.time() - self.start) * (self.total - self.n) / (self.n - self.initial):,.0f} s left"
+        if sys.stderr.isatty():
+            return super().write(text, file=sys.stderr)
+        print_status(text)
 
 
 def size_text(nbytes: int) -> str:
@@ -382,6 +351,27 @@ def size_text(nbytes: int) -> str:
     if nbytes >= 1e9:
         return f"{nbytes / 1e9:.1f} GB"
     return f"{nbytes / 1e6:.0f} MB"
+
+
+@contextmanager
+def repeating(action: Callable, first_s: float, pause_s: float):
+    """A context manager that calls action() from a thread, after first_s seconds, and then every pause_s."""
+    done = threading.Event()
+
+    def run():
+        seconds = first_s
+        while not done.wait(seconds):
+            with suppress(Exception):  # as in print_status
+                action()
+            seconds = pause_s
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @contextmanager
@@ -393,40 +383,17 @@ def progress_bar(total: int, description: str, unit: str, delay: float = 0.0, li
     every line_s seconds and gives the time left, or if line_s is None, a line without it is printed
     every LINE_S seconds.
     """
+    pause_s = REFRESH_S if sys.stderr.isatty() else line_s or LINE_S
     progress = Progress(total, description, unit, line_s)
-    pause_s = line_s or LINE_S
-    if sys.stderr.isatty():
-        pause_s = REFRESH_S
-    done = threading.Event()
-
-    def show():
-        seconds = max(delay, pause_s)
-        while not done.wait(seconds):
-            with suppress(Exception):  # as in print_status; tqdm also reads settings of the environment
-                progress.refresh()
-            seconds = pause_s
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
+    with progress, repeating(progress.show, max(delay, pause_s), pause_s):
         yield progress
-    finally:
-        done.set()
-        thread.join()
-        if progress.bar is not None:
-            progress.bar.close()
 
 
 @contextmanager
 def announced(text: str):
     """A context manager that prints a line if its block takes longer than 2 s."""
-    timer = threading.Timer(2, print_status, [text])
-    timer.daemon = True
-    timer.start()
-    try:
+    with repeating(lambda: print_status(text), SILENT_S, threading.TIMEOUT_MAX):
         yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager
@@ -460,34 +427,29 @@ class Stopwatch:
 
     def __init__(self, what: str, hint: str = ""):
         self.what = what
-        self.line = f"{what} ({hint}) ..." if hint else f"{what} ..."
+        self.line = f"{what} ({hint})" if hint else what
         self.seconds = 0.0
-        self.done = threading.Event()
+        self.ticks = nullcontext()
 
     def __enter__(self):
         self.start = time.perf_counter()
-        self.thread = None
         if sys.stderr.isatty():
-            self.thread = threading.Thread(target=self._show_seconds, daemon=True)
-            self.thread.start()
+            self.ticks = repeating(self._show_seconds, 0.0, REFRESH_S)
         else:
-            print_status(self.line)
+            print_status(f"{self.line} ...")
+        self.ticks.__enter__()
         return self
 
     def _show_seconds(self):
-        while True:
-            seconds = f" ... {time.perf_counter() - self.start:.0f} s"
-            room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # do not wrap the line
-            sys.stderr.write("\r\033[K" + self.line.removesuffix(" ...")[:room] + seconds)
-            sys.stderr.flush()
-            if self.done.wait(REFRESH_S):
-                return
+        seconds = f" ... {time.perf_counter() - self.start:.0f} s"
+        room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # do not wrap the line
+        sys.stderr.write("\r\033[K" + self.line[:room] + seconds)
+        sys.stderr.flush()
 
     def __exit__(self, kind, error, traceback):
         self.seconds = time.perf_counter() - self.start
-        if self.thread is not None:
-            self.done.set()
-            self.thread.join()
+        self.ticks.__exit__(None, None, None)
+        if sys.stderr.isatty():
             sys.stderr.write("\r\033[K")
         if kind is None:
             print_status(f"{self.what}: {self.seconds:.1f} s")

@@ -15,14 +15,13 @@ torch.compile generates: a thread that hangs there is neither helped nor reporte
 """
 
 import ctypes
-import faulthandler
 import os
 import platform
 import signal
 import sys
-import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -93,34 +92,29 @@ def longest_step(engine: Engine) -> float:
     if plan is None:  # a step may wait long for other ranks
         return float("inf")
     usual_s = 0.0
-    if plan.chunk:
-        if not timing.prefill_tokens:
+    parts = [
+        (sum(plan.chunk.values()), timing.prefill_s, timing.prefill_tokens),
+        (1 if plan.decoding else 0, timing.decode_s, timing.decode_steps),
+    ]
+    for units, seconds, units_before in parts:
+        if units and not units_before:
             return FIRST_ALARM_S
-        usual_s += timing.prefill_s / timing.prefill_tokens * sum(plan.chunk.values())
-    if plan.decoding:
-        if not timing.decode_steps:
-            return FIRST_ALARM_S
-        usual_s += timing.decode_s / timing.decode_steps
+        if units:
+            usual_s += units * seconds / units_before
     return max(ALARM_S, ALARM_FACTOR * usual_s)
 
 
 def compiles(frame) -> bool:
     """Whether torch.compile or Triton compiles something in a thread, of which this is the innermost
     frame."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(COMPILERS):
-            return True
-        frame = frame.f_back
-    return False
+    return any(one.f_code.co_filename.endswith(COMPILERS) for one, _ in traceback.walk_stack(frame))
 
 
 def report(seconds: float):
     """Print what all threads are doing."""
-    with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a file descriptor
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        stacks = file.read()
-    print_status(f"a step has been running for {seconds:.0f} s, far longer than others. All threads:\n{stacks}")
+    stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+    text = "\n".join(stacks)
+    print_status(f"a step has been running for {seconds:.0f} s, far longer than others. All threads:\n{text}")
 
 
 # ---------------------------------------------------------------- sleeping threads
@@ -135,9 +129,4 @@ def recheck_futexes():
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread may have ended, and not every system has the file
             if (task / "syscall").read_text().split()[0] == FUTEX_CALL:
-                interrupt(int(task.name))
-
-
-def interrupt(thread: int):
-    """Send INTERRUPT to a thread of this process. thread: the system's id of it."""
-    ctypes.CDLL(None).syscall(TGKILL_CALL, os.getpid(), thread, INTERRUPT)
+                ctypes.CDLL(None).syscall(TGKILL_CALL, os.getpid(), int(task.name), INTERRUPT)

@@ -430,4 +430,4 @@ def test_a_server_one_of_whose_threads_stops(checkpoints, tmp_path, monkeypatch)
         client.join()
         text = server.log.read_text()
         assert text.count("a step has been running for") == text.count("until it does, /health answers 503") == 1
-        assert re.search(r"File .*engine\.py\", line \d+ in step", text)
+        assert re.search(r"File .*engine\.py\", line \d+, in step", text)

@@ -18,6 +18,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,13 +30,14 @@ from cli import (
     HelpFormatter,
     UserError,
     first_line,
+    natural,
     number,
     positive,
     progress_bar,
     read_text,
     run_command,
 )
-from engine import Engine, Request
+from engine import Engine, Request, check_prompt
 from load import ModelOptions, add_loading_options, choose_device, load_model, open_checkpoint
 from model import Transformer, state_bytes
 from sampling import SamplingParams
@@ -260,24 +262,19 @@ class HarnessCalls:
         """
         scoring = []
         for _, context, continuation in requests:
-            n = len(continuation)
-            if n > self.max_length:
+            if len(continuation) > self.max_length:
                 limit = f"the context holds {self.max_length}"
-                raise UserError(f"a task scores {n} tokens at once, but {limit}")
+                raise UserError(f"a task scores {len(continuation)} tokens at once, but {limit}")
             ids = (context + continuation)[-self.max_length - 1 :]
             scoring.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
         self.run(scoring, "scoring")
 
         answers = []
-        for (texts, _, continuation), scored in zip(requests, scoring):
+        for (_, _, continuation), scored in zip(requests, scoring):
             # The first token of a prompt has no entry, hence - 1.
-            first = len(scored.prompt) - len(continuation) - 1
-            entries = scored.prompt_token_logprobs[first:]
-            logprob = sum(logprob for logprob, _ in entries)
+            entries = scored.prompt_token_logprobs[len(scored.prompt) - len(continuation) - 1 :]
             likeliest = [top[0][0] for _, top in entries]
-            answers.append((logprob, likeliest == continuation))
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+            answers.append((sum(logprob for logprob, _ in entries), likeliest == continuation))
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -285,31 +282,49 @@ class HarnessCalls:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         pieces = []
-        owners = []  # for each piece, the index of its request
-        for i, request in enumerate(requests):
+        ends = [0]  # how many pieces there are up to the end of each request
+        for request in requests:
             ids = self.tok_encode(request.args[0])
-            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
-                pieces.append((None, *make_disjoint_window(pair)))
-                owners.append(i)
-
-        totals = [0.0] * len(requests)
-        for i, (logprob, _) in zip(owners, self._loglikelihood_tokens(pieces)):
-            totals[i] += logprob
-        for request, total in zip(requests, totals):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+            pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            pieces += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            ends.append(len(pieces))
+        logprobs = [logprob for logprob, _ in self._loglikelihood_tokens(pieces)]
+        return [sum(logprobs[start:end]) for start, end in pairwise(ends)]
 
     def generate_until(self, requests, disable_tqdm=False):
         """A generated text for each (context, settings).
 
         It ends at one of settings["until"] or at an EOS token.
         """
-        answers = [Answer(self, *request.args, seed) for seed, request in enumerate(requests)]
-        self.run([answer.request for answer in answers], "generating")
-        texts = [answer.finish() for answer in answers]
-        for request, text in zip(requests, texts):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        stops = []
+        answers = []
+        for seed, request in enumerate(requests):
+            context, settings = request.args
+            settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
+            stops.append([text for text in settings["until"] if text])
+            answers.append(self.make_request(context, settings, stops[-1], seed))
+        self.run(answers, "generating")
+        streams = [TextStream(self.tokenizer, stop=stop) for stop in stops]
+        return [stream.add(answer.new_tokens, last=True) for stream, answer in zip(streams, answers)]
+
+    def make_request(self, context: str, settings: dict, stop: list[str], seed: int) -> Request:
+        """The request for an answer. settings: as normalize_gen_kwargs returns them."""
+        new = settings["max_gen_toks"]
+        if not 1 <= new < self.max_length:
+            most = self.max_length - 1
+            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {most}")
+        given = {name: settings[name] for name in ("temperature", "top_k", "top_p") if settings.get(name) is not None}
+        params = SamplingParams(**{"temperature": 0.0} | given, seed=seed)
+        stream = TextStream(self.tokenizer, stop=stop)
+
+        def stops(token: int) -> bool:
+            stream.add([token])
+            return stream.stopped
+
+        prompt = self.tok_encode(context)[new - self.max_length :] or [self.prefix_token_id]
+        return Request(prompt, params, new, frozenset(self.tokenizer.eos_ids), stops)
 
     def run(self, requests: list[Request], what: str):
         """Run requests to their end, the longest first, with a progress bar."""
@@ -330,46 +345,6 @@ class HarnessCalls:
                     bar.update(length(request))
 
 
-class Answer:
-    """An answer that is generated for a task: its request to the engine, and its text so far."""
-
-    def __init__(self, model: HarnessCalls, context: str, settings: dict, seed: int):
-        from lm_eval.models.utils import normalize_gen_kwargs
-
-        settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
-        new = settings["max_gen_toks"]
-        if not 1 <= new < model.max_length:
-            most = model.max_length - 1
-            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {most}")
-        top_p = settings.get("top_p")
-        try:
-            params = SamplingParams(
-                temperature=float(settings.get("temperature") or 0.0),
-                top_k=int(settings.get("top_k") or 0),
-                top_p=1.0 if top_p is None else float(top_p),
-                seed=seed,
-            )
-        except ValueError as error:
-            raise UserError(f"a task has invalid sampling settings: {error}") from None
-
-        until = settings.get("until") or []
-        if isinstance(until, str):
-            until = [until]
-        self.stream = TextStream(model.tokenizer, stop=[text for text in until if text])
-        self.text = ""
-        prompt = model.tok_encode(context)[new - model.max_length :] or [model.prefix_token_id]
-        self.request = Request(prompt, params, new, frozenset(model.tokenizer.eos_ids), self.add)
-
-    def add(self, token: int) -> bool:
-        """Add a new token to the text. Returns True if a stop string is complete."""
-        self.text += self.stream.add([token])
-        return self.stream.stopped
-
-    def finish(self) -> str:
-        """The whole text, with what was held back, since no token follows."""
-        return self.text + self.stream.add([], last=True)
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -387,8 +362,7 @@ def parse_arguments():
     add("--stride", type=positive, help=stride)
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
-    at_least_0 = number(int, "at least 0", lambda n: n >= 0)
-    add("--num_fewshot", type=at_least_0, help="examples before each question")
+    add("--num_fewshot", type=natural, help="examples before each question")
     add("--limit", type=positive, help="use only this many documents of each task")
     add("--batch_size", type=positive, default=8, help="batch size for the tasks")
     add("--chat", action="store_true", help="apply the model's chat template to the tasks")
@@ -422,15 +396,11 @@ def evaluate_text(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
     length = min(args.window, len(ids), *(config.max_seq_length for config in configs))
     stride = args.stride or max(1, length // 2)
     if stride >= length:
-        why = "tokens would have no context"
-        raise UserError(f"--stride {stride} must be less than the window of {length}, or {why}")
+        raise UserError(f"--stride {stride} must be less than the window of {length}, or tokens would have no context")
     if len({config.vocab_size for config in configs}) > 1:
         sizes = " and ".join(str(config.vocab_size) for config in configs)
-        vocabularies = f"the two checkpoints have vocabularies of {sizes}"
-        raise UserError(f"{vocabularies}: their probabilities cannot be compared")
-    V = configs[0].vocab_size
-    if max(ids) >= V:
-        raise UserError(f"the text has token id {max(ids)}, but the vocabulary has {V} ids")
+        raise UserError(f"checkpoints with vocabularies of {sizes} have probabilities that cannot be compared")
+    check_prompt(ids, configs[0], len(ids))
 
     models = []
     for one in checkpoints:
@@ -453,15 +423,6 @@ def evaluate_tasks(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
     model = load_model(checkpoint, options)
     calls = harness_model(model, checkpoint.tokenizer, args.batch_size, template)
     return run_tasks(calls, args.tasks, args.num_fewshot, args.limit, args.chat)
-
-
-def without_nan(value):
-    """The value with None in the place of NaN and infinity, which JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def result_text(result: dict, dtype: str) -> str:
@@ -491,7 +452,8 @@ def main():
     if args.tasks:
         result["tasks"] = evaluate_tasks(args, checkpoint, options)
     if args.json:
-        print(json.dumps(without_nan(result), allow_nan=False))
+        # NaN and infinity, which JSON cannot hold, become null.
+        print(json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None)))
     else:
         print(result_text(result, args.dtype))
 

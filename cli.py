@@ -59,9 +59,8 @@ def printable(text: str) -> str:
 
 def and_more(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
-    if len(names) == 1:
-        return names[0]
-    return f"{names[0]} and {len(names) - 1} more"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return names[0] + more
 
 
 def check_is_file(path: Path):
@@ -215,14 +214,6 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
-    def _get_values(self, action, arg_strings):
-        if arg_strings == ["--"] and action.option_strings:
-            # The value of --stop=--, which argparse drops in Python 3.12 and older.
-            value = self._get_value(action, "--")
-            self._check_value(action, value)
-            return [value] if action.nargs == "+" else value
-        return super()._get_values(action, arg_strings)
-
 
 def with_underscores(argument: str) -> str:
     """An argument of the command line. In the name of an option, hyphens become underscores."""
@@ -344,6 +335,11 @@ class Progress(tqdm):
         if sys.stderr.isatty():
             return super().write(text, file=sys.stderr)
         print_status(text)
+
+
+def counted(n: int, what: str) -> str:
+    """A number of things for people: "1 token", "2 tokens"."""
+    return f"1 {what}" if n == 1 else f"{n} {what}s"
 
 
 def size_text(nbytes: int) -> str:

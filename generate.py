@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -125,36 +125,40 @@ def check_arguments(args):
     UserError if they contradict each other.
     """
     args.chat = args.chat or args.system is not None
-    if "" in args.stop:
-        raise UserError("--stop is empty; give the text to stop at")
-    if any("\ud800" <= c <= "\udfff" for c in "".join(args.stop)):
-        raise UserError("--stop is not valid UTF-8")
-    if args.prompt.count("-") > 1 or (args.interactive and "-" in args.prompt):
-        raise UserError("--prompt - reads all of standard input: give it once, and not with --interactive")
     args.model = ModelOptions.from_arguments(args, converses=args.chat or args.interactive)
-    if args.report and args.quiet:
-        raise UserError("--report and --quiet exclude each other")
-
-    if args.roofline is None and args.devices > 1:
-        torchrun = "to run on several devices, start the program with torchrun"
-        raise UserError(f"--devices is for --roofline; {torchrun}")
-    generates = args.profile or args.report or args.interactive or args.model.speculates
-    if args.roofline is not None and generates:
-        others = "--profile, --report, --interactive and drafts"
-        raise UserError(f"--roofline generates nothing, so leave out {others}")
-
     args.piped = ""  # the text of standard input, once it was read
     args.lines = []  # the prompts in files
     for path in args.prompt_file:
         lines = read_text(path, f"--prompt_file {path}").replace("\r\n", "\n").split("\n")
         args.lines += [line for line in lines if line]
-    if args.prompt_file and not (args.lines or args.prompt or args.prompt_ids or args.synthetic_prompt):
-        raise UserError(f"--prompt_file {args.prompt_file[0]} has no prompt: every line is empty")
-
-    if args.interactive:
-        check_conversation(args)
-    elif args.max_new_tokens is None:
+    if args.max_new_tokens is None and not args.interactive:
         args.max_new_tokens = 200
+
+    other_prompts = args.prompt_ids or args.synthetic_prompt
+    several = args.prompt_file or other_prompts or args.batch_size > 1 or args.num_samples > 1
+    output = args.json or args.json_schema or args.report or args.quiet or args.profile
+    generates = args.profile or args.report or args.interactive or args.model.speculates
+    contradictions = {
+        "--stop is empty; give the text to stop at": "" in args.stop,
+        "--prompt - reads all of standard input: give it once, and not with --interactive": (
+            args.prompt.count("-") + args.interactive > 1 and "-" in args.prompt
+        ),
+        "--prompt_file has no prompt: every line is empty": (
+            args.prompt_file and not (args.lines or args.prompt or other_prompts)
+        ),
+        "--report and --quiet exclude each other": args.report and args.quiet,
+        "--devices is for --roofline; to run on several devices, start the program with torchrun": (
+            args.roofline is None and args.devices > 1
+        ),
+        "--roofline generates nothing, so leave out --profile, --report, --interactive and drafts": (
+            args.roofline is not None and generates
+        ),
+        "--interactive is one conversation: use --prompt for prompts, and no --json, --json_schema, --report, --quiet "
+        "or --profile": args.interactive and (several or output),
+    }
+    for message, applies in contradictions.items():
+        if applies:
+            raise UserError(message)
 
     given = {field.name: getattr(args, field.name, None) for field in fields(SamplingParams)}
     args.sampling = {name: value for name, value in given.items() if value is not None}
@@ -163,16 +167,6 @@ def check_arguments(args):
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return args
-
-
-def check_conversation(args):
-    """UserError if there are options that do not go with --interactive."""
-    prompts = args.prompt_file or args.prompt_ids or args.synthetic_prompt
-    several = args.batch_size > 1 or args.num_samples > 1
-    output = args.json or args.json_schema or args.report or args.quiet or args.profile
-    if prompts or several or output:
-        allowed = "use --prompt for prompts, and no --json, --json_schema, --report, --quiet or --profile"
-        raise UserError(f"--interactive is one conversation: {allowed}")
 
 
 # ---------------------------------------------------------------- prompts
@@ -210,9 +204,8 @@ def read_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None) ->
             raise UserError(f"the prompt has {n} tokens, the context is {length}")
         prompts.append([(7 + 31 * i) % config.vocab_size for i in range(n)])
 
-    if [] in prompts and tokenizer.bos_id is None:
-        raise UserError("the prompt is empty and the model has no BOS token; give at least one token")
-    prompts = [prompt or [tokenizer.bos_id] for prompt in prompts]
+    if tokenizer.bos_id is not None:
+        prompts = [prompt or [tokenizer.bos_id] for prompt in prompts]
     for prompt in prompts:
         check_prompt(prompt, config, length)
     return prompts
@@ -225,13 +218,6 @@ def read_schema_option(args, checkpoint: Checkpoint, stop_ids: frozenset[int]):
         from grammar import read_schema
 
         args.make_grammar = read_schema(args.json_schema, checkpoint.tokenizer, checkpoint.config, stop_ids)
-
-
-def open_template(args, checkpoint: Checkpoint) -> ChatTemplate | None:
-    """The chat template that the arguments ask for, or None. --interactive works without one."""
-    if args.chat or (args.interactive and checkpoint.tokenizer_files.template is not None):
-        return ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
-    return None
 
 
 def end_tokens(args, tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
@@ -338,15 +324,6 @@ def run_batch(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_id
     return outputs
 
 
-def write_trace(profiler: torch.profiler.profile, path: Path):
-    """Write what the profiler of --profile has recorded."""
-    with suppress(TypeError):  # raised for a file name that is not UTF-8
-        profiler.export_chrome_trace(str(path))
-    if path.stat().st_size == 0:  # the profiler does not report a failed write
-        raise UserError(f"--profile {path} could not be written")
-    print_status(f"trace written to {path}: load it in ui.perfetto.dev")
-
-
 def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_ids: frozenset) -> dict:
     """Run the batch --num_samples times, and return the fields of --json about these runs."""
     compile_s = warm_up(engine, prompts, random=args.params.temperature > 0)
@@ -358,7 +335,10 @@ def run_samples(args, engine: Engine, tokenizer: Tokenizer, prompts: list, stop_
         for n in range(args.num_samples):
             outputs += run_batch(args, engine, tokenizer, prompts, stop_ids, n)
     if args.profile:
-        write_trace(profiler, args.profile)
+        profiler.export_chrome_trace(str(args.profile))
+        if args.profile.stat().st_size == 0:  # the profiler does not report a failed write
+            raise UserError(f"--profile {args.profile} could not be written")
+        print_status(f"trace written to {args.profile}: load it in ui.perfetto.dev")
 
     graphs, breaks = compile_counts()
     first_run = [output.request.times for output in outputs[: len(prompts)]]
@@ -434,12 +414,15 @@ def run_roofline(args, ranks):
     """Print the bound on tokens per second, and generate nothing."""
     from report import print_roofline, read_bandwidth, read_without_weights
 
-    model = read_without_weights(args) or open_checkpoint(args.checkpoint_path, ranks)
     bandwidth = args.roofline * 1e9
+    model = read_without_weights(args)
+    if model is None:
+        checkpoint = open_checkpoint(args.checkpoint_path, ranks)
+        model = (checkpoint.config, checkpoint.quantization)
     if not bandwidth:  # --roofline has no value
-        engine = load_engine(model, args.model, 1, 1, EngineOptions(ranks=ranks))
+        engine = load_engine(checkpoint, args.model, 1, 1, EngineOptions(ranks=ranks))
         bandwidth = read_bandwidth(engine.model)
-    print_roofline(args, model, bandwidth * ranks.size)
+    print_roofline(args, *model, bandwidth * ranks.size)
 
 
 def run(args, ranks):
@@ -455,7 +438,9 @@ def run(args, ranks):
     if (args.stop or args.interactive) and checkpoint.tokenizer.vocabulary is None:
         option = "--interactive" if args.interactive else "--stop"
         raise UserError(f"{option} needs text, but {checkpoint.path} has no tokenizer")
-    template = open_template(args, checkpoint)
+    template = None
+    if args.chat or (args.interactive and checkpoint.tokenizer_files.template is not None):
+        template = ChatTemplate(checkpoint.tokenizer_files, checkpoint.tokenizer)
     if args.interactive:
         run_conversation(args, checkpoint, template, ranks)
     else:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from checkpoint import dtype_of, empty_model, is_ours, read_config, read_quantization
-from cli import UserError, print_status, size_text
+from cli import UserError, counted, print_status, size_text
 from config import Config
 from formats import Quantization
 from layers import MatrixLayer
@@ -131,26 +131,14 @@ def multiplied_weights(model: Transformer) -> int:
     for layer in layers:
         active = model.config.experts.n_active if layer.n_expert > 1 else 1
         total += layer.in_features * layer.out_features // layer.n_expert * active
-    for block in model.blocks:
-        if block.experts is not None:
-            total += block.experts.router.weight.numel()
-        if block.experts is not None and block.experts.shared is not None:
-            total += block.experts.shared_gate.weight.numel()
-    return total
-
-
-def rooflines(config: Config, bandwidth: float, dtype: torch.dtype, rows: int, quantization=None) -> list[dict]:
-    """`roofline` for several context lengths, up to the longest that the model supports."""
-    contexts = [n for n in (1, 512, 2048, 8192, 32768, 131072) if n <= config.max_seq_length]
-    return [{"context": n, "rows": rows} | roofline(config, bandwidth, dtype, n, rows, quantization) for n in contexts]
+    routers = ("router.weight", "shared_gate.weight")
+    return total + sum(weight.numel() for name, weight in model.named_parameters() if name.endswith(routers))
 
 
 def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
-    """The table of `rooflines` as text."""
-    rows = table[0]["rows"]
-    rows_text = "1 row" if rows == 1 else f"{rows} rows"
+    """The rooflines of several context lengths, as text."""
     bandwidth = table[0]["bandwidth_bytes_per_s"] / 1e9
-    lines = [f"{rows_text}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
+    lines = [f"{counted(table[0]['rows'], 'row')}, {str(dtype).removeprefix('torch.')}, {bandwidth:,.1f} GB/s"]
     lines.append("context   GFLOPs/token   weights MB/token   state MB/token   bound tokens/s")
     for at in table:
         flops = f"{at['flops_per_token'] / 1e9:12,.3f}"
@@ -161,14 +149,7 @@ def roofline_text(table: list[dict], dtype: torch.dtype) -> str:
     return "\n".join(lines)
 
 
-class ModelWithoutWeights(NamedTuple):
-    """What a roofline needs of a model. A Checkpoint has these members, too."""
-
-    config: Config
-    quantization: Quantization | None
-
-
-def read_without_weights(args) -> ModelWithoutWeights | None:
+def read_without_weights(args) -> tuple[Config, Quantization | None] | None:
     """The model of a directory that has a config.json, ours or Hugging Face's, but no weights.
 
     None if --checkpoint_path is anything else. args: the arguments of generate.py.
@@ -181,20 +162,26 @@ def read_without_weights(args) -> ModelWithoutWeights | None:
         why = "has no weights to measure the bandwidth with"
         raise UserError(f"{directory} {why}; give one, as in --roofline 100")
     if is_ours(directory):
-        return ModelWithoutWeights(read_config(directory), read_quantization(directory))
+        return read_config(directory), read_quantization(directory)
     from sources.hf_directory import hf_config
 
-    return ModelWithoutWeights(hf_config(directory), None)
+    return hf_config(directory), None
 
 
-def print_roofline(args, model, bandwidth: float):
-    """Print the roofline of a Checkpoint, or of a ModelWithoutWeights, on stdout.
+def print_roofline(args, config: Config, quantization: Quantization | None, bandwidth: float):
+    """Print the roofline of a model on stdout, for contexts up to the longest that it supports.
 
     args: the arguments of generate.py.
     """
     dtype = args.model.dtype
-    quantization = None if args.model.dequantize else model.quantization
-    table = rooflines(model.config, bandwidth * args.devices, dtype, args.batch_size, quantization)
+    rows = args.batch_size
+    if args.model.dequantize:
+        quantization = None
+    table = []
+    for n in (1, 512, 2048, 8192, 32768, 131072):
+        if n <= config.max_seq_length:
+            at = roofline(config, bandwidth * args.devices, dtype, n, rows, quantization)
+            table.append({"context": n, "rows": rows} | at)
     print(json.dumps({"roofline": table}) if args.json else roofline_text(table, dtype))
 
 
@@ -266,40 +253,25 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
     """
     model = engine.model
     timing = engine.timing
+    tokens = timing.decode_tokens
     fields = {
         "peak_memory_bytes": peak_memory(model.device),  # before the bandwidth is measured
-        "prefill_tokens_per_s": None,
+        "prefill_tokens_per_s": None if profiled else timing.prefill_tokens / timing.prefill_s,
         "decode_tokens_per_s": None,
-        "weight_bytes_per_token": None,
-        "kv_bytes_per_token": None,
-        "state_bytes_per_token": None,
         "weight_bytes_by_format": bytes_by_format(model),
         "bandwidth_bytes_per_s": None,
         "read_bandwidth_bytes_per_s": None,
     }
-    if not profiled:
-        fields["prefill_tokens_per_s"] = timing.prefill_tokens / timing.prefill_s
-
-    tokens = timing.decode_tokens
-    if tokens:
-        reads = weight_reads(model)
-        read = reads.dense * timing.decode_steps + reads.row * tokens
-        read += expert_bytes_read(reads, timing)
-        weights = (read + timing.draft_bytes) / tokens
-        kv = timing.kv_bytes / tokens
-        state = model.recurrent_bytes * timing.row_steps / tokens
-        fields["weight_bytes_per_token"] = weights
-        fields["kv_bytes_per_token"] = kv
-        fields["state_bytes_per_token"] = state
+    read = bytes_per_token(model, timing)
     has_rate = bool(tokens) and not profiled
     if has_rate:
         rate = tokens / timing.decode_s
         fields["decode_tokens_per_s"] = rate
-        fields["bandwidth_bytes_per_s"] = (weights + kv + state) * rate
+        fields["bandwidth_bytes_per_s"] = sum(read.values()) * rate
     if has_rate and in_full:
         fields["read_bandwidth_bytes_per_s"] = read_bandwidth(model)
 
-    fields |= {
+    fields |= read | {
         "threads": engine.threads.used(),
         "other_programs_cpus": None if model.shard.ranks > 1 else engine.threads.others(),
         "mean_accepted_tokens": None,  # Speculation.numbers replaces it
@@ -318,6 +290,20 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
             fields["communication_share"] = seconds / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
     return fields | engine.decoding.numbers(profiled)
+
+
+def bytes_per_token(model: Transformer, timing) -> dict[str, float | None]:
+    """The fields of --json about what decode steps have read for each token. None if there were none."""
+    tokens = timing.decode_tokens
+    if not tokens:
+        return dict.fromkeys(("weight_bytes_per_token", "kv_bytes_per_token", "state_bytes_per_token"))
+    reads = weight_reads(model)
+    weights = reads.dense * timing.decode_steps + reads.row * tokens + expert_bytes_read(reads, timing)
+    return {
+        "weight_bytes_per_token": (weights + timing.draft_bytes) / tokens,
+        "kv_bytes_per_token": timing.kv_bytes / tokens,
+        "state_bytes_per_token": model.recurrent_bytes * timing.row_steps / tokens,
+    }
 
 
 def expert_bytes_read(reads: WeightReads, timing) -> float:
@@ -355,12 +341,9 @@ def print_report(result: dict, timing, args):
 
     args: the arguments of generate.py.
     """
-    cut = [len(sample["token_ids"]) for sample in result["samples"] if sample["finish_reason"] == "length"]
-    if args.chat and not args.json and cut:
-        limit = "the end of the context"
-        if max(cut) >= args.max_new_tokens:
-            limit = f"--max_new_tokens {args.max_new_tokens}"
-        print_status(f"(cut at {limit})", dim=True)
+    is_cut = any(sample["finish_reason"] == "length" for sample in result["samples"])
+    if args.chat and not args.json and is_cut:
+        print_status(f"(cut at --max_new_tokens {args.max_new_tokens}, or at the end of the context)", dim=True)
     if args.report:
         settings = [f"{name} {value:g}" for name, value in args.params.recommended().items()]
         print_status(f"\n{full_report(result, timing)}\nsampling: {', '.join(settings)}")
@@ -375,8 +358,7 @@ def short_report(result: dict, timing, asked: bool = False) -> str:
     the peak memory. asked: whether the user has asked for drafts. Otherwise they are mentioned only if
     tokens were accepted.
     """
-    tokens = sum(len(sample["token_ids"]) for sample in result["samples"])
-    line = "1 token" if tokens == 1 else f"{tokens} tokens"
+    line = counted(sum(len(sample["token_ids"]) for sample in result["samples"]), "token")
     if result["decode_tokens_per_s"] is not None:
         line += f", {result['decode_tokens_per_s']:.1f} tokens/s"
 
@@ -388,18 +370,20 @@ def short_report(result: dict, timing, asked: bool = False) -> str:
     elif asked or accepted:
         line += f", {accepted} of {proposed} drafted tokens accepted"
 
-    rate = result["prefill_tokens_per_s"]
-    if rate is not None and timing.prefill_tokens < FEW_TOKENS:
-        line += f"; prefill {1e3 * timing.prefill_s:.0f} ms"
-    elif rate is not None:
-        line += f"; prefill {rate:.0f} tokens/s"
-
+    if result["prefill_tokens_per_s"] is not None:
+        line += f"; prefill {prefill_text(timing)}"
     line += f"; {size_text(result['peak_memory_bytes'])}"
     if "ranks" in result:
         line += f" on one of {result['ranks']} ranks"
     if result["recompiles"]:
         line += f"; recompiles: {result['recompiles']}, which the rates include"
     return line
+
+
+def prefill_text(timing) -> str:
+    if timing.prefill_tokens < FEW_TOKENS:
+        return f"{1e3 * timing.prefill_s:.0f} ms"
+    return f"{timing.prefill_tokens / timing.prefill_s:.0f} tokens/s"
 
 
 def full_report(result: dict, timing) -> str:
@@ -415,11 +399,11 @@ def full_report(result: dict, timing) -> str:
         sizes = [f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()]
         lines.append(f"weights: {', '.join(sizes)}")
     if result["prefill_tokens_per_s"] is not None:
-        lines.append(prefill_text(result, timing))
+        lines.append(f"prefill: {timing.prefill_tokens} tokens, {prefill_text(timing)}")
+        if timing.draft_prefill_s:
+            lines[-1] += f"; the draft model took {1e3 * timing.draft_prefill_s:.0f} ms more"
     if result["decode_tokens_per_s"] is not None:
-        lines.append(decode_text(result, timing))
-    if result["decode_tokens_per_s"] is not None and "experts" in result:
-        lines.append(experts_text(result["experts"], timing, "ranks" in result))
+        lines += decode_lines(result, timing)
     if result["device"] == "cpu" and result["threads"]:
         threads = threads_text(result["threads"])
         lines.append(f"threads: {threads}{others_text(result['other_programs_cpus'])}")
@@ -435,18 +419,7 @@ def full_report(result: dict, timing) -> str:
     return "\n".join(lines)
 
 
-def prefill_text(result: dict, timing) -> str:
-    line = f"prefill: {timing.prefill_tokens} tokens, "
-    if timing.prefill_tokens < FEW_TOKENS:
-        line += f"{1e3 * timing.prefill_s:.0f} ms"
-    else:
-        line += f"{result['prefill_tokens_per_s']:.1f} tokens/s"
-    if timing.draft_prefill_s:
-        line += f"; the draft model took {1e3 * timing.draft_prefill_s:.0f} ms more"
-    return line
-
-
-def decode_text(result: dict, timing) -> str:
+def decode_lines(result: dict, timing) -> list[str]:
     weights = result["weight_bytes_per_token"] / 1e6
     kv = result["kv_bytes_per_token"] / 1e6
     line = f"decode: {timing.decode_tokens} tokens, {result['decode_tokens_per_s']:.1f} tokens/s; "
@@ -459,16 +432,17 @@ def decode_text(result: dict, timing) -> str:
     line += f": {used:.1f} GB/s"
     if used <= measured:  # otherwise other programs slowed the measurement, or caches held weights
         line += f", {used / measured:.0%} of the {measured:.1f} measured here"
-    return line
+    if "experts" not in result:
+        return [line]
 
-
-def experts_text(experts: dict, timing, has_ranks: bool) -> str:
+    experts = result["experts"]
     read = experts["expert_bytes_per_token"] / 1e6
     total = experts["weight_bytes_total"] / 1e6
-    whose = " of a rank" if has_ranks else ""
-    line = f"experts: each token reads {read:.1f} MB of them; all weights{whose} have {total:.1f} MB. In a layer, "
-    line += f"the busiest expert has {experts['busiest_expert']:.1f} times its even share "
-    return line + f"of {timing.decode_tokens} tokens, and {experts['unused_experts']:.1f} have none"
+    whose = " of a rank" if "ranks" in result else ""
+    about = f"experts: each token reads {read:.1f} MB of them; all weights{whose} have {total:.1f} MB. In a layer, "
+    about += f"the busiest expert has {experts['busiest_expert']:.1f} times its even share "
+    about += f"of {timing.decode_tokens} tokens, and {experts['unused_experts']:.1f} have none"
+    return [line, about]
 
 
 def ranks_text(result: dict, timing) -> str:

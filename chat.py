@@ -13,15 +13,15 @@ import os
 import re
 import signal
 import sys
-from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
-from cli import UserError, first_line, has_colours, positive, print_status, printable, read_text, without_newline
+from cli import UserError, counted, first_line, has_colours, print_status, printable, read_text, without_newline
 from compile import warm_up
 from engine import Engine, Plan, Request, check_prompt, read_with_progress
 from sampling import RANGES, SamplingParams
@@ -75,14 +75,9 @@ class Session:
     drafted: Counter = field(default_factory=Counter)  # what drafted_tokens counted in the latest turn
 
     @property
-    def context(self) -> int:
-        """Positions of the cache row."""
-        return self.engine.length
-
-    @property
     def low_water(self) -> int:
         """With fewer free positions than this, a warning is printed."""
-        return max(64, self.context // 10)
+        return max(64, self.engine.length // 10)
 
     def set_system(self, text: str | None):
         """Change the system message. The conversation goes on, but the model must read it again."""
@@ -100,10 +95,9 @@ class Session:
         if name == "system":
             self.set_system(value)
         elif name == "max_new_tokens":
-            try:
-                self.max_new_tokens = value and positive(value)
-            except (ValueError, ArgumentTypeError):
-                raise UserError(f"max_new_tokens must be an integer of at least 1, or none: {text!r}") from None
+            if value is not None and not re.fullmatch("0*[1-9][0-9]*", text):
+                raise UserError(f"max_new_tokens must be an integer of at least 1, or none: {text!r}")
+            self.max_new_tokens = value and int(value)
         else:
             with suppress(ValueError):  # SamplingParams refuses what is no number, and says what is allowed
                 value = SamplingParams.__annotations__[name](text)
@@ -139,10 +133,10 @@ class Session:
             earlier = self.messages
         messages = [*earlier, {"role": "user", "content": text}]
         prompt = self.make_room(messages)
-        check_prompt(prompt, self.engine.model.config, self.context)
-        room = self.context + 1 - len(prompt)  # + 1: the last token of an answer needs no position
+        check_prompt(prompt, self.engine.model.config, self.engine.length)
+        room = self.engine.length + 1 - len(prompt)  # + 1: the last token of an answer needs no position
         if room < (self.max_new_tokens or 0) or room <= self.low_water:
-            more = f"room for {room} more tokens in the context of {self.context}"
+            more = f"room for {room} more tokens in the context of {self.engine.length}"
             print_status(f"({more}; /reset frees all of it)", dim=True)
 
         request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids)
@@ -208,25 +202,22 @@ class Session:
         """
         dropped = self.dropped
         prompt = self.encode(self.system, messages[dropped:])
-        needed = max(self.low_water, min(self.max_new_tokens or 0, self.context // 2))
-        if self.context + 1 - len(prompt) < needed and not self.keeps_all:
-            while len(prompt) > self.context // 2 and dropped < len(messages) - 1:
+        needed = max(self.low_water, min(self.max_new_tokens or 0, self.engine.length // 2))
+        if self.engine.length + 1 - len(prompt) < needed and not self.keeps_all:
+            while len(prompt) > self.engine.length // 2 and dropped < len(messages) - 1:
                 dropped += 2
                 prompt = self.encode(self.system, messages[dropped:])
 
-        if len(prompt) > self.context:
-            what = "with this message the conversation"
-            advice = "shorten it, or /reset"
+        if len(prompt) > self.engine.length:
+            what = "with this message the conversation has {} tokens, but the context holds {}; shorten it, or /reset"
             if dropped == len(messages) - 1:
-                what = "this message alone"
-                advice = "shorten it"
-            size = f"has {len(prompt)} tokens, but the context holds {self.context}"
-            raise UserError(f"the context is full: {what} {size}; {advice}")
+                what = "this message alone has {} tokens, but the context holds {}; shorten it"
+            raise UserError(f"the context is full: {what.format(len(prompt), self.engine.length)}")
 
-        turns = (dropped - self.dropped) // 2
-        if turns:
-            what = "the oldest turn is" if turns == 1 else f"the {turns} oldest turns are"
-            print_status(f"(the context is full: {what} dropped; --keep_all_turns refuses instead)", dim=True)
+        if dropped > self.dropped:
+            turns = counted((dropped - self.dropped) // 2, "turn")
+            what = f"the context is full: dropped the oldest {turns}"
+            print_status(f"({what}; --keep_all_turns refuses instead)", dim=True)
             self.dropped = dropped
         return prompt
 
@@ -250,10 +241,7 @@ class Session:
         self.dropped = 0
 
     def save(self, path: Path):
-        """Write the conversation to a new file, or to one that holds a conversation.
-
-        UserError if that fails.
-        """
+        """Write the conversation to a new file, or to one that holds a conversation."""
         if path.exists():
             read_conversation(path)
         text = json.dumps({"system": self.system, "messages": self.messages}, ensure_ascii=False, indent=2)
@@ -261,10 +249,8 @@ class Session:
         try:
             new.write_text(text + "\n", encoding="utf-8")
             new.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                new.unlink()
-            raise UserError(f"{path} cannot be written: {first_line(error)}") from None
+        finally:
+            new.unlink(missing_ok=True)
 
     def load(self, path: Path):
         """Go on with the conversation of a file.
@@ -282,24 +268,19 @@ class Session:
         if not turn.new_tokens:
             return "[interrupted before the answer; the message is forgotten]"
         n = len(turn.new_tokens)
-        line = "1 token" if n == 1 else f"{n} tokens"
-        line += rate(n - 1, decode_seconds(turn))
+        line = counted(n, "token") + rate(n - 1, decode_seconds(turn))
         if self.drafted["proposed"]:
             line += f", {drafted_text(self.drafted)}"
         read = len(turn.prompt) - turn.cached_tokens
         used = len(turn.prompt) + n - 1
-        line += f"; {read} read, {turn.cached_tokens} reused; context {used} of {self.context}"
+        line += f"; {read} read, {turn.cached_tokens} reused; context {used} of {self.engine.length}"
 
-        if used >= self.context:
+        if used >= self.engine.length:
             line += ", full: the answer is cut"
         elif turn.finish_reason == "length":
             line += "; cut at max_new_tokens"
         elif turn.finish_reason == "cancelled":
             line += "; interrupted"
-        if self.keeps_all and used >= self.context:
-            line += "; /reset"
-        elif self.keeps_all and used >= self.context - self.low_water:
-            line += "; nearly full: /reset makes room"
         return f"[{line}]"
 
     def statistics(self) -> str:
@@ -312,11 +293,13 @@ class Session:
         written_s = sum(map(decode_seconds, turns))
         held = max(len(row.tokens) for row in self.engine.rows)
 
-        lines = [f"turns: {len(self.turns)}"]
-        lines.append(f"context: {held} of {self.context} tokens in the cache")
-        lines.append(f"read: {read} tokens{rate(read, read_s)}")
-        lines.append(f"reused from earlier turns: {reused} tokens")
-        lines.append(f"written: {written} tokens{rate(written - len(turns), written_s)}")
+        lines = [
+            f"turns: {len(self.turns)}",
+            f"context: {held} of {self.engine.length} tokens in the cache",
+            f"read: {read} tokens{rate(read, read_s)}",
+            f"reused from earlier turns: {reused} tokens",
+            f"written: {written} tokens{rate(written - len(turns), written_s)}",
+        ]
         drafted = drafted_tokens(self.engine)
         if drafted["proposed"]:
             lines.append(f"speculation: {drafted_text(drafted)}")
@@ -465,7 +448,10 @@ def chat(session: Session, first: Iterable[str] = ()):
     sent = ["/think", "/no_think", *re.findall(r"(?<![\w<|\[/])/[a-zA-Z]\w*", getattr(session.template, "source", ""))]
     known = [*COMMANDS, *(f"/set {name}" for name in SETTINGS), *sent]
     if sys.stdin.isatty():
-        print_welcome(session)
+        if session.template is None:
+            print_status("This model has no chat template: it continues your text.", dim=True)
+        keys = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
+        print_status(f"Context: {session.engine.length} tokens. {keys}", dim=True)
         start_readline(known)
     first = list(first)
     while True:
@@ -491,26 +477,13 @@ def chat(session: Session, first: Iterable[str] = ()):
                 nearest = [*get_close_matches(command, known, n=1), "/help"][0]
                 raise UserError(f"{word} is not a command, so it is not sent; try {nearest}, or /{word} to send it")
             elif word:
-                send(session, text)
+                if text.lstrip().startswith("//"):
+                    text = text.replace("//", "/", 1)
+                print_answer(session, partial(session.ask, text))
         except UserError as error:
             print_status(f"error: {error}", dim=True)
         except KeyboardInterrupt:
             print_status("\n(/bye or Ctrl-D leaves)", dim=True)
-
-
-def print_welcome(session: Session):
-    welcome = f"Context: {session.context} tokens. /help lists the commands. "
-    welcome += "Ctrl-C stops an answer, Ctrl-D leaves."
-    if session.template is None:
-        welcome = f"This model has no chat template: it continues your text. {welcome}"
-    print_status(welcome, dim=True)
-
-
-def send(session: Session, text: str):
-    """Send a message, with one slash in the place of two at its beginning, and print the answer."""
-    if text.lstrip().startswith("//"):
-        text = text.replace("//", "/", 1)
-    print_answer(session, lambda show: session.ask(text, show))
 
 
 def print_answer(session: Session, ask: Callable[[Callable[[str], None]], Request]):
@@ -529,9 +502,9 @@ def handle_command(session: Session, command: str, rest: str):
     """
     if rest and command not in WITH_TEXT:
         raise UserError(f"{command} takes no text; /{command} sends the line as a message")
+    text = HELP
     if command == "/regenerate":
         return print_answer(session, session.regenerate)
-
     if command == "/reset":
         session.reset()
         text = "(the conversation is forgotten)"
@@ -549,8 +522,6 @@ def handle_command(session: Session, command: str, rest: str):
         text = f"(the model's thoughts are {'hidden' if session.hides_thoughts else 'shown'})"
     elif command == "/stats":
         text = session.statistics()
-    else:
-        text = HELP
     print_status(text, dim=True)
 
 
@@ -573,12 +544,10 @@ def save_or_load(session: Session, command: str, name: str) -> str:
     if not name:
         raise UserError(f"{command} needs the name of a file")
     path = Path(os.path.expanduser(name))
+    act = session.save if command == "/save" else session.load
     try:
-        if command == "/save":
-            session.save(path)
-        else:
-            session.load(path)
-    except (OSError, ValueError) as error:  # a name that is too long, or has a null
+        act(path)
+    except (OSError, ValueError) as error:  # a full disk, a name that is too long, or has a null
         raise UserError(f"{command} {printable(name)}: {first_line(error)}") from None
     return f"({path}: {len(session.messages)} messages)"
 
@@ -707,24 +676,20 @@ def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
     text = read_text(path, str(path))
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a conversation: {first_line(error)}") from None
-    if isinstance(found, list):
-        found = {"system": None, "messages": found}
-    messages = found.get("messages") if isinstance(found, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f"{path} is not a conversation: it has no list of messages")
+        system = None
+        if isinstance(found, dict):
+            system = found.get("system")
+            found = found["messages"]
+        roles = [message["role"] for message in found]
+        texts = [message["content"] for message in found]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not a conversation: it has no list of messages ({first_line(error)})") from None
 
-    messages = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
-    system = found.get("system")
-    if messages and messages[0]["role"] == "system":
-        system = messages.pop(0)["content"]
-    roles = [message["role"] for message in messages]
+    if roles[:1] == ["system"]:
+        roles = roles[1:]
+        system = texts.pop(0)
     take_turns = roles == ["user", "assistant"] * (len(roles) // 2)
-    texts = [message["content"] for message in messages]
-    if system is not None:
-        texts.append(system)
-    if not take_turns or not all(isinstance(text, str) for text in texts):
+    if not take_turns or not all(isinstance(text, str) for text in (*texts, system or "")):
         what = "messages of the user and the assistant must take turns, and their contents be texts"
         raise UserError(f"{path}: {what}")
-    return system, messages
+    return system, [{"role": role, "content": text} for role, text in zip(roles, texts)]

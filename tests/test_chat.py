@@ -396,7 +396,7 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
     remarks = [line for line in err.splitlines() if line]
     assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset frees all of it)"
-    assert remarks[1].endswith("context 100 of 100, full: the answer is cut; /reset]")
+    assert remarks[1].endswith("context 100 of 100, full: the answer is cut]")
     refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
     assert remarks[2].startswith(refusal.format(43 + 58 + 1 + 4))
     alone = "error: the context is full: this message alone has 103 tokens, but the context holds 100; shorten it"
@@ -418,7 +418,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model,
         if n in (7, 11):
             session.engine.clear()
             assert turn.new_tokens == answer_without_cache(load_model(tiny("llama-mha")[2], dtype=torch.float32), turn)
-    said = re.findall(r"the context is full: the (\d+) oldest turns are dropped", capsys.readouterr().err)
+    said = re.findall(r"the context is full: dropped the oldest (\d+) turns;", capsys.readouterr().err)
     assert len(said) == 1 and 2 * int(said[0]) == session.dropped > 0, "not at every turn"
     assert len(session.messages) == 24, "the conversation itself is whole"
     before = session.dropped, list(session.messages)
@@ -478,7 +478,7 @@ def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, 
         ("", "is not a conversation"),
         ("[" * 100_000, "is not a conversation"),
         ("3", "it has no list of messages"),
-        ('{"messages": {}}', "it has no list of messages"),
+        ('{"messages": {"a": 1}}', "it has no list of messages"),
         ('{"messages": [3]}', "it has no list of messages"),
         ('[{"role": "user", "content": "a"}]', "must take turns"),
         ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "must take turns"),

@@ -9,9 +9,7 @@ prompt and its answer.
 import math
 import types
 from dataclasses import dataclass, fields, replace
-from typing import get_args
-
-ROPE_SCALINGS = ("linear", "llama3", "yarn", "factors", "longrope")
+from typing import Literal, get_args, get_origin
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class RopeScaling:
     longer than the training context: Config.for_rows_of).
     """
 
-    kind: str
+    kind: Literal["linear", "llama3", "yarn", "factors", "longrope"]
     factor: float = 1.0
     original_max_seq_length: int = 0  # llama3, yarn, longrope: the training context
     low_freq_factor: float = 1.0  # llama3
@@ -38,14 +36,9 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()  # longrope: those of rows longer than original_max_seq_length
 
     def __post_init__(self):
-        if self.kind not in ROPE_SCALINGS:
-            raise ValueError(f"unknown RoPE scaling {self.kind!r}; known: {', '.join(ROPE_SCALINGS)}")
-
+        check_fields(self)
         if self.kind in ("llama3", "yarn", "longrope"):
             check_positive_int("original_max_seq_length", self.original_max_seq_length)
-        numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
-        for name in numbers:
-            check_positive(name, getattr(self, name))
         for i, factor in enumerate(self.factors + self.long_factors):
             check_positive(f"RoPE factor {i}", factor)
 
@@ -72,8 +65,7 @@ class DeltaNet:
     conv_width: int = 4
 
     def __post_init__(self):
-        for name in ("n_key_head", "n_value_head", "key_dim", "value_dim", "conv_width"):
-            check_positive_int(name, getattr(self, name))
+        check_fields(self)
         if self.n_value_head % self.n_key_head:
             raise ValueError(f"n_value_head {self.n_value_head} is not a multiple of n_key_head {self.n_key_head}")
 
@@ -109,12 +101,9 @@ class ShortConv:
     bias: bool = False  # on the convolution, and on the matrices before and after it
 
     def __post_init__(self):
-        for name in ("conv_channels", "conv_width"):
-            check_positive_int(name, getattr(self, name))
+        check_fields(self)
         if self.conv_width == 1:
             raise ValueError("conv_width 1 is too small: the convolution would see no earlier token")
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"bias must be true or false, not {self.bias!r}")
 
 
 @dataclass(frozen=True)
@@ -134,14 +123,9 @@ class Experts:
     shared_dim: int = 0
 
     def __post_init__(self):
-        for name in ("n_expert", "n_active", "hidden_dim"):
-            check_positive_int(name, getattr(self, name))
-        if self.shared_dim != 0:
-            check_positive_int("shared_dim", self.shared_dim)
+        check_fields(self)
         if self.n_active > self.n_expert:
             raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
-        if not isinstance(self.normalized, bool):
-            raise ValueError(f"normalized must be true or false, not {self.normalized!r}")
 
 
 @dataclass(frozen=True)
@@ -179,7 +163,8 @@ class Config:
     rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
     query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.py)
 
-    norm_placement: str = "before"  # a block's norms are "before" attention and MLP, "after" (OLMo 2), "both" (Gemma 3)
+    # Where a block's norms are: before attention and MLP, after (OLMo 2), both (Gemma 3)
+    norm_placement: Literal["before", "after", "both"] = "before"
     # Gemma: the norms' weights are float32 in a model of any dtype. A family needs it if its
     # authors compute the weight of a norm, such as 1 + w, in float32.
     float32_norms: bool = False
@@ -188,8 +173,10 @@ class Config:
     residual_scale: float = 1.0  # Granite: factor of the outputs of attention and MLP
     logits_scale: float = 1.0  # Granite: factor of the logits
 
-    mlp: str = "swiglu"  # or "geglu": the same with tanh-GELU (Gemma); or "gelu": tanh-GELU without a gate (BLOOM)
-    norm: str = "rms"  # the kind of all norms but those of queries and keys; BLOOM: "layer", LayerNorm with a bias
+    # geglu: swiglu with tanh-GELU (Gemma); gelu: tanh-GELU without a gate (BLOOM)
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    # The kind of all norms but those of queries and keys; layer: LayerNorm with a bias (BLOOM)
+    norm: Literal["rms", "layer"] = "rms"
     alibi: bool = False  # BLOOM: ALiBi's linear bias on the attention scores instead of RoPE
     embedding_norm: bool = False  # BLOOM: the embeddings are normalized
     post_norm_residual: bool = False  # an option of BLOOM: residuals start from the normalized input
@@ -197,20 +184,13 @@ class Config:
 
     def __post_init__(self):
         check_fields(self)
-        self._check_names()
         self._check_rope()
 
         if self.n_token is not None and self.n_token > self.vocab_size:
             raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
-        if self.norm == "layer" and self.float32_norms:
-            raise ValueError("float32_norms needs norm 'rms': LayerNorm's weights have the dtype of the model")
         layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
-        if self.delta_net is not None and self.short_conv is not None:
-            raise ValueError("a model has delta_net or short_conv, not both")
-        if self.mtp and self.recurrent is None:
-            raise ValueError("mtp needs layers with a recurrent state, whose snapshots hold what it needs")
         if self.recurrent is not None:
             layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
         if self.experts is not None:
@@ -220,18 +200,6 @@ class Config:
         for name, layers in layers_with.items():
             if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
-
-    def _check_names(self):
-        """ValueError if a field that names one of several kinds has none of these names."""
-        kinds = {
-            "norm": ("rms", "layer"),
-            "mlp": ("swiglu", "geglu", "gelu"),
-            "norm_placement": ("before", "after", "both"),
-        }
-        for name, known in kinds.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
     def _check_rope(self):
         """ValueError if the fields of positions do not fit each other."""
@@ -336,14 +304,16 @@ def check_positive_int(name: str, value):
         raise ValueError(f"{name} must be a positive integer of at most {limit:g}, not {value!r}")
 
 
-def check_fields(config: Config):
-    """ValueError if a field does not have the type that it is declared with, or is a number that is
-    not positive."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        kinds = get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-        if value is None and type(None) in kinds:
+def check_fields(part):
+    """ValueError if a field of a Config or of a part of it does not have the type that it is declared
+    with, or is a number that is not positive. (A default of 0 may stay.)"""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if value == field.default and type(value) is type(field.default):
             continue
+        kinds = get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+        if get_origin(field.type) is Literal and value not in get_args(field.type):
+            raise ValueError(f"{field.name} must be one of {', '.join(get_args(field.type))}, not {value!r}")
         if bool in kinds and not isinstance(value, bool):
             raise ValueError(f"{field.name} must be true or false, not {value!r}")
         if int in kinds:

@@ -254,7 +254,7 @@ def test_config_refuses_impossible_sizes():
     ):
         with pytest.raises(ValueError, match="positive|low_freq_factor"):
             RopeScaling(**kwargs)
-    with pytest.raises(ValueError, match="unknown RoPE scaling 'dynamic'"):
+    with pytest.raises(ValueError, match="kind must be one of linear, .*, not 'dynamic'"):
         RopeScaling("dynamic")
 
 

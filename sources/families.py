@@ -8,13 +8,13 @@ A record says everything that the other files need to know about a family. What 
 a tensor is read, such as the order of its rows, needs no switch in the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from config import Config, DeltaNet, Experts, ShortConv, check_positive, check_positive_int
+from config import Config, DeltaNet, Experts, ShortConv, check_positive_int
 from sources.fields import Fields, hf_rope, rotated_dimensions, sliding_rope
 
 
@@ -187,52 +187,51 @@ def biases(fields: Fields) -> dict:
     return attention_bias(fields) | {"mlp_bias": fields.take("mlp_bias", False) or False}
 
 
-def layer_types(fields: Fields) -> list[str] | None:
-    """The kind of attention of each layer, or None if config.json does not list them."""
+def layers_of_kind(fields: Fields, kind: str, usual: Iterable[int]) -> tuple[int, ...]:
+    """The layers that config.json calls `kind`, such as sliding_attention; all others have full
+    attention. usual: these layers, if it does not list the kinds."""
     kinds = fields.take("layer_types", None)
     if kinds is None:
-        return None
+        return tuple(usual)
     n_layer = fields.take("num_hidden_layers")
-    if len(kinds) != n_layer or set(kinds) - {"full_attention", "sliding_attention"}:
-        fields.refuse("layer_types", f"must be full_attention or sliding_attention for each of {n_layer} layers")
-    return kinds
+    if len(kinds) != n_layer or set(kinds) - {"full_attention", kind}:
+        fields.refuse("layer_types", f"must be full_attention or {kind} for each of {n_layer} layers")
+    return tuple(i for i in range(n_layer) if kinds[i] == kind)
 
 
-def sliding_layers(fields: Fields, slides: Callable[[int], bool], default: bool = False) -> dict:
+def all_but_every(interval: int, n_layer: int) -> tuple[int, ...]:
+    """All layers but those with numbers interval - 1, 2 interval - 1 and so on."""
+    return tuple(i for i in range(n_layer) if (i + 1) % interval)
+
+
+def sliding_layers(fields: Fields, usual: Iterable[int], default: bool = False) -> dict:
     """The fields of Config for a sliding window in some layers, if use_sliding_window is set.
 
-    slides: which layers have the window, if layer_types is missing.
+    usual: which layers have the window, if layer_types is missing.
     default: the value of use_sliding_window where it is missing; if True, a window is required.
     """
     window = fields.take("sliding_window", None)
-    kinds = layer_types(fields)
+    layers = layers_of_kind(fields, "sliding_attention", usual)
     if default and window is None:
         fields.refuse("sliding_window", "is missing; layers with sliding attention need it")
-    if not fields.take("use_sliding_window", default) or window is None:
+    if not fields.take("use_sliding_window", default) or window is None or not layers:
         return {}
-
-    if kinds is None:
-        layers = [i for i in range(fields.take("num_hidden_layers")) if slides(i)]
-    else:
-        layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    if not layers:
-        return {}
-    return {"sliding_window": window, "sliding_layers": tuple(layers)}
+    return {"sliding_window": window, "sliding_layers": layers}
 
 
 def llama_fields(fields: Fields) -> dict:
-    found = shared_fields(fields) | biases(fields)
-    kinds = layer_types(fields) or ()
-    if fields.take("sliding_window", None) is not None or "sliding_attention" in kinds:
+    window = fields.take("sliding_window", None)
+    if window is not None or layers_of_kind(fields, "sliding_attention", ()):
         fields.refuse("sliding_window", "is ignored by transformers' Llama; remove it if the model has no window")
-    return found
+    return shared_fields(fields) | biases(fields)
 
 
 def mistral_fields(fields: Fields, **rope) -> dict:
     found = shared_fields(fields, **rope)
-    kinds = layer_types(fields) or ()
+    all_layers = range(found["n_layer"])
+    sliding = layers_of_kind(fields, "sliding_attention", all_layers)
     window = fields.take("sliding_window", None)
-    if window is not None and "full_attention" in kinds:
+    if window is not None and len(sliding) < len(all_layers):
         fields.refuse("layer_types", "has full attention in some layers, which transformers' Mistral ignores")
     return found | {"sliding_window": window}
 
@@ -244,11 +243,12 @@ def ministral3_fields(fields: Fields) -> dict:
 
 
 def qwen_fields(fields: Fields) -> dict:
+    found = shared_fields(fields)
     first = fields.take("max_window_layers", 28)
-    return shared_fields(fields) | sliding_layers(fields, lambda i: i >= first)
+    return found | sliding_layers(fields, [i for i in range(found["n_layer"]) if i >= first])
 
 
-def experts(fields: Fields, layers: list[int], n_expert: int, n_active: int, **sizes) -> dict:
+def experts(fields: Fields, layers: Iterable[int], n_expert: int, n_active: int, **sizes) -> dict:
     """The field of Config about experts, which are in these layers.
 
     n_expert, n_active: the defaults of the family. sizes: the other fields of Experts.
@@ -262,8 +262,7 @@ def experts(fields: Fields, layers: list[int], n_expert: int, n_active: int, **s
 
 def mixtral_fields(fields: Fields) -> dict:
     found = mistral_fields(fields)
-    layers = list(range(found["n_layer"]))
-    return found | experts(fields, layers, 8, 2, hidden_dim=found["hidden_dim"])
+    return found | experts(fields, range(found["n_layer"]), 8, 2, hidden_dim=found["hidden_dim"])
 
 
 def qwen3_moe_fields(fields: Fields) -> dict:
@@ -271,16 +270,16 @@ def qwen3_moe_fields(fields: Fields) -> dict:
     window = fields.take("sliding_window", 4096)
     if not fields.take("use_sliding_window", False):
         window = None
-    kinds = layer_types(fields)
-    if kinds is not None and set(kinds) != {"full_attention" if window is None else "sliding_attention"}:
+    all_layers = range(found["n_layer"])
+    usual = () if window is None else all_layers
+    if layers_of_kind(fields, "sliding_attention", usual) != tuple(usual):
         fields.refuse("layer_types", "is ignored by transformers' Qwen3-MoE, and differs from use_sliding_window")
 
     step = fields.take("decoder_sparse_step", 1)
-    check_positive_int("decoder_sparse_step", step)
     dense = fields.take("mlp_only_layers", None) or []
     if not isinstance(dense, list) or any(type(i) is not int for i in dense):
         fields.refuse("mlp_only_layers", "is not a list of the numbers of layers")
-    layers = [i for i in range(found["n_layer"]) if i not in dense and (i + 1) % step == 0]
+    layers = [i for i in all_layers if i not in dense and (i + 1) % step == 0]
     if 0 in (fields.take("num_experts", None), fields.take("num_local_experts", None)):
         layers = []
     width = fields.take("moe_intermediate_size", 768)
@@ -295,27 +294,22 @@ def smollm3_fields(fields: Fields) -> dict:
     has_rope = fields.take("no_rope_layers", None)  # despite its name, 1 means that the layer has RoPE
     interval = fields.take("no_rope_layer_interval", 4)
     if has_rope is None:
-        check_positive_int("no_rope_layer_interval", interval)
         has_rope = [int((i + 1) % interval > 0) for i in range(n_layer)]
     if not isinstance(has_rope, list) or len(has_rope) < n_layer or not set(has_rope) <= {0, 1}:
         fields.refuse("no_rope_layers", f"must have 0 or 1 for each of {n_layer} layers")
     without = tuple(i for i in range(n_layer) if not has_rope[i])
 
-    kinds = layer_types(fields) or ()
-    if "sliding_attention" in kinds and not fields.take("use_sliding_window", False):
+    if layers_of_kind(fields, "sliding_attention", ()) and not fields.take("use_sliding_window", False):
         fields.refuse("layer_types", "has sliding_attention, but use_sliding_window is not set")
-    windows = sliding_layers(fields, lambda i: i in without)
-    return found | windows | {"layers_without_rope": without}
+    return found | sliding_layers(fields, without) | {"layers_without_rope": without}
 
 
 def gemma3_fields(fields: Fields) -> dict:
     if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         fields.refuse("hidden_activation", "is not supported; expected gelu_pytorch_tanh")
-    pattern = fields.take("sliding_window_pattern", 6)
-    check_positive_int("sliding_window_pattern", pattern)
-
     found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
-    found |= sliding_layers(fields, lambda i: (i + 1) % pattern > 0, default=True)
+    usual = all_but_every(fields.take("sliding_window_pattern", 6), found["n_layer"])
+    found |= sliding_layers(fields, usual, default=True)
     found |= gemma3_constants(found["dim"])
     found["max_seq_length"] = fields.take("max_position_embeddings")  # the context of the scaled RoPE
     found["attention_scale"] = fields.take("query_pre_attn_scalar") ** -0.5
@@ -351,32 +345,23 @@ def phi3_fields(fields: Fields) -> dict:
 
 
 def granite_fields(fields: Fields) -> dict:
-    divisor = fields.take("logits_scaling", 1.0)
-    check_positive("logits_scaling", divisor)
     scales = {
         "embedding_scale": float(fields.take("embedding_multiplier", 1.0)),
         "attention_scale": float(fields.take("attention_multiplier", 1.0)),
         "residual_scale": float(fields.take("residual_multiplier", 1.0)),
-        "logits_scale": 1 / divisor,
+        "logits_scale": 1 / fields.take("logits_scaling", 1.0),
     }
     return shared_fields(fields) | biases(fields) | scales
 
 
 def qwen35_fields(fields: Fields) -> dict:
     found = shared_fields(fields, own_keys=["partial_rotary_factor", "mrope_section", "mrope_interleaved"])
-    n_layer = found["n_layer"]
-    kinds = fields.take("layer_types", None)
-    interval = fields.take("full_attention_interval", 4)
-    if kinds is None:
-        check_positive_int("full_attention_interval", interval)
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(n_layer)]
-    if len(kinds) != n_layer or set(kinds) - {"full_attention", "linear_attention"}:
-        fields.refuse("layer_types", f"must be full_attention or linear_attention for each of {n_layer} layers")
+    usual = all_but_every(fields.take("full_attention_interval", 4), found["n_layer"])
     if fields.take("attn_output_gate", True) is not True:
         fields.refuse("attn_output_gate", "is not supported; expected true")
 
     net = DeltaNet(
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        layers=layers_of_kind(fields, "linear_attention", usual),
         n_key_head=fields.take("linear_num_key_heads", 16),
         n_value_head=fields.take("linear_num_value_heads", 32),
         key_dim=fields.take("linear_key_head_dim", 128),
@@ -390,32 +375,25 @@ def qwen35_fields(fields: Fields) -> dict:
 def qwen35_moe_fields(fields: Fields) -> dict:
     found = qwen35_fields(fields)
     found["hidden_dim"] = fields.take("moe_intermediate_size", 512)  # no layer has an MLP besides the experts
-    shared_dim = fields.take("shared_expert_intermediate_size", 512)
-    check_positive_int("shared_expert_intermediate_size", shared_dim)
+    sizes = {"hidden_dim": found["hidden_dim"], "shared_dim": fields.take("shared_expert_intermediate_size", 512)}
     # transformers ignores these.
     for name, value in {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}.items():
         if fields.take(name, value) not in (None, value):
             fields.refuse(name, f"is not supported; expected {value}")
-    layers = list(range(found["n_layer"]))
-    return found | experts(fields, layers, 256, 8, hidden_dim=found["hidden_dim"], shared_dim=shared_dim)
+    return found | experts(fields, range(found["n_layer"]), 256, 8, **sizes)
 
 
 def lfm2_fields(fields: Fields) -> dict:
     found = shared_fields(fields)
-    n_layer = found["n_layer"]
     found["norm_eps"] = float(fields.take("norm_eps", 1e-5))
     found["hidden_dim"] = lfm2_hidden_dim(fields)
     found["tied_embeddings"] = fields.take("tie_embedding", fields.take("tie_word_embeddings")) or False
 
-    kinds = fields.take("layer_types", None)
+    all_layers = range(found["n_layer"])
     attending = fields.take("full_attn_idxs", None)
-    if kinds is None:
-        attending = range(n_layer) if attending is None else attending
-        kinds = ["full_attention" if i in attending else "conv" for i in range(n_layer)]
-    if len(kinds) != n_layer or set(kinds) - {"full_attention", "conv"}:
-        fields.refuse("layer_types", f"must be full_attention or conv for each of {n_layer} layers")
+    usual = [i for i in all_layers if attending is not None and i not in attending]
     conv = ShortConv(
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == "conv"),
+        layers=layers_of_kind(fields, "conv", usual),
         conv_channels=found["dim"],
         conv_width=fields.take("conv_L_cache", 3),
         bias=fields.take("conv_bias", False),
@@ -430,9 +408,6 @@ def lfm2_hidden_dim(fields: Fields) -> int:
     multiplier = fields.take("block_ffn_dim_multiplier", 1.0)
     if not fields.take("block_auto_adjust_ff_dim", True):
         return width
-    check_positive_int("intermediate_size", width)
-    check_positive_int("block_multiple_of", multiple)
-    check_positive("block_ffn_dim_multiplier", multiplier)
     width = int(multiplier * int(2 * width / 3))
     return -(-width // multiple) * multiple
 
@@ -443,7 +418,7 @@ OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
 def olmo3_fields(fields: Fields) -> dict:
     found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
-    return found | sliding_layers(fields, lambda i: (i + 1) % 4 > 0, default=True) | OLMO2
+    return found | sliding_layers(fields, all_but_every(4, found["n_layer"]), default=True) | OLMO2
 
 
 def olmo2_gguf_fields(config: Config) -> dict:
@@ -460,7 +435,7 @@ def gguf_windows(config: Config, period: int, base: float) -> dict:
         return {}
     layers = config.sliding_layers
     if layers is None:
-        layers = tuple(i for i in range(config.n_layer) if (i + 1) % period)
+        layers = all_but_every(period, config.n_layer)
     return {"sliding_layers": layers, "sliding_rope_base": config.sliding_rope_base or base}
 
 
@@ -470,30 +445,22 @@ def bloom_fields(fields: Fields) -> dict:
     Its context is the length of the training sequences, although ALiBi has no limit.
     """
 
-    def either(old, new):
-        """The value of a field that older configs have under the name `old`."""
-        a = fields.take(old, None)
-        b = fields.take(new, None)
-        if a is None:
-            return fields.take(new)
-        if b is not None and a != b:
-            fields.refuse(old, f"is not equal to {new} = {b!r}, another name for the same field")
-        return a
-
-    H = either("n_head", "num_attention_heads")
-    D = either("n_embed", "hidden_size")
-    context = fields.take("seq_length", None)
-    if context is None:
-        context = 2048
+    older = {"n_head": "num_attention_heads", "n_embed": "hidden_size", "n_layer": "num_hidden_layers"}
+    for old, new in older.items():
+        value = fields.take(old, None)
+        if value is not None:
+            fields.all[new] = value
+    H = fields.take("num_attention_heads")
+    D = fields.take("hidden_size")
     return {
-        "n_layer": either("n_layer", "num_hidden_layers"),
+        "n_layer": fields.take("num_hidden_layers"),
         "n_head": H,
         "n_kv_head": H,
         "head_dim": D // H,
         "dim": D,
         "hidden_dim": 4 * D,
         "vocab_size": fields.take("vocab_size"),
-        "max_seq_length": context,
+        "max_seq_length": fields.take("seq_length", None) or 2048,
         "norm_eps": float(fields.take("layer_norm_epsilon", 1e-5)),
         "tied_embeddings": fields.take("tie_word_embeddings", True) or False,
         "norm": "layer",

@@ -376,25 +376,33 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
     expected: tensors on the meta device. For float32, every floating-point dtype is allowed.
     """
     files = {}
+    found = {}  # name -> (shape, dtype)
     for path in weight_paths(directory):
-        for name, (shape, dtype) in safetensors_header(path).items():
-            if name.startswith(DRAFT_LAYER) and not can_draft():
-                continue
-            if name not in expected:
-                raise UserError(f"{path} holds tensor {name}, which the model of config.json does not have")
-            files[name] = path
-            right_shape = tuple(expected[name].shape)
-            if shape != right_shape:
-                raise UserError(f"{path}: {name} is {shape}, but by config.json it should be {right_shape}")
-            allowed = [SAFETENSORS_NAMES[expected[name].dtype]]
-            if expected[name].dtype == torch.float32:
-                allowed = list(FLOATS.values())
-            if dtype not in allowed:
-                right = " or ".join(allowed)
-                raise UserError(f"{path}: {name} is {dtype}, but by config.json it should be {right}")
-    if missing := sorted(expected.keys() - files.keys()):
-        raise UserError(f"{directory} lacks tensor {and_more(missing)}")
+        header = safetensors_header(path)
+        files |= dict.fromkeys(header, path)
+        found |= {name: header[name] for name in header if can_draft() or not name.startswith(DRAFT_LAYER)}
+    shapes = {name: shape for name, (shape, _) in found.items()}
+    check_shapes(directory, shapes, {name: tensor.shape for name, tensor in expected.items()})
+    for name, (_, dtype) in found.items():
+        allowed = [SAFETENSORS_NAMES[expected[name].dtype]]
+        if expected[name].dtype == torch.float32:
+            allowed = list(FLOATS.values())
+        if dtype not in allowed:
+            right = " or ".join(allowed)
+            raise UserError(f"{files[name]}: {name} is {dtype}, but by its config it should be {right}")
     return files
+
+
+def check_shapes(path: Path, found: dict[str, tuple], expected: dict[str, tuple]):
+    """UserError if the tensors of a model's files (name -> shape) are not exactly the expected ones."""
+    if others := [name for name in found if name not in expected]:
+        raise UserError(f"{path} holds tensor {others[0]} {found[others[0]]}, which the model does not have")
+    for name, shape in found.items():
+        if tuple(shape) != tuple(expected[name]):
+            right = tuple(expected[name])
+            raise UserError(f"{path}: {name} is {shape}, but by its config it should be {right}")
+    if missing := [name for name in expected if name not in found]:
+        raise UserError(f"{path} lacks tensor {and_more(missing)}")
 
 
 # ---------------------------------------------------------------- memory

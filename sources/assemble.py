@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from checkpoint import can_draft, check_finite, empty_model, layer_of
-from cli import UserError, and_more, print_status
+from checkpoint import can_draft, check_finite, check_shapes, empty_model, layer_of
+from cli import UserError, print_status
 from config import Config
 from formats import piece_rows
 from sources.families import Layout
@@ -37,7 +37,6 @@ class Destination:
     shape: torch.Size  # the shape that the tensor of the file must have
     # The function that changes the tensor while it is read, or None.
     fold: Callable[[Config, torch.Tensor], torch.Tensor] | None
-    is_transposed: bool = False  # a tensor (X,C,N) with the matrices of all experts
 
 
 def destinations(config: Config, layout: Layout, found: dict[str, tuple]) -> dict[str, Destination]:
@@ -83,11 +82,7 @@ def expert_destinations(target: str, config: Config, layout: Layout, found: dict
 
     fused = {module: prefix + name for module, name in layout.fused_experts.items()}
     if ours in fused and any(name in found for name in fused.values()):
-        # If one of the two shapes is the same transposed, the other one is not.
-        transposed = {module: (X, *reversed(shape)) for module, shape in shapes.items()}
-        is_transposed = all(found.get(fused.get(module)) == shape for module, shape in transposed.items())
-        shape = transposed[ours] if is_transposed else (X, N, C)
-        return {fused[ours]: Destination(target, torch.Size(shape), None, is_transposed)}
+        return {fused[ours]: Destination(target, torch.Size([X, N, C]), None)}
 
     names = [f"{prefix}{name}.weight" for name in layout.names[ours]]
     N = N // len(names)
@@ -123,29 +118,18 @@ def with_draft_layer(path: Path, config: Config, layout: Layout, found: dict[str
         config_with = dataclasses.replace(config, mtp=True)
         places = destinations(config_with, layout, found)
         expected = {name: place.shape for name, place in places.items() if place.target.startswith("mtp.")}
-        why = difference(expected, found)
-        if why is None:
+        try:
+            check_shapes(path, without_ones(found), without_ones(expected))
             return config_with
-    tensors = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
-    print_status(f"{path}: left out: {tensors} of a layer that drafts tokens (mtp): {why}")
+        except UserError as error:
+            why = str(error).removeprefix(str(path)).lstrip(": ")
+    print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): {why}")
     return config
 
 
-def difference(expected: dict[str, tuple], found: dict[str, tuple]) -> str | None:
-    """How tensors (name -> shape) differ from the expected ones; None if they do not."""
-    if others := sorted(found.keys() - expected.keys()):
-        return f"not supported: {and_more(others)}"
-    if missing := sorted(expected.keys() - found.keys()):
-        return f"it lacks {and_more(missing)}"
-    for name, shape in found.items():
-        if without_ones(shape) != without_ones(expected[name]):
-            return f"{name} is {shape}, but by the model's sizes it should be {tuple(expected[name])}"
-    return None
-
-
-def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without the dimensions of size 1, which some files have and others lack."""
-    return tuple(size for size in shape if size != 1)
+def without_ones(shapes: dict[str, tuple]) -> dict[str, tuple[int, ...]]:
+    """Shapes without the dimensions of size 1, which some files have and others lack."""
+    return {name: tuple(size for size in shape if size != 1) for name, shape in shapes.items()}
 
 
 class AssembledWeights:
@@ -161,18 +145,11 @@ class AssembledWeights:
 
         found = file.shapes()
         self.places = destinations(config, layout, found)
-        self.left_out: list[str] = []  # the names of tensors that the model does not need
-        for name, shape in found.items():
-            if name not in self.places:
-                if unneeded(name):
-                    self.left_out.append(name)
-                    continue
-                raise UserError(f"{path} holds tensor {name} {shape}, which the model does not have")
-            expected = tuple(self.places[name].shape)
-            if without_ones(shape) != without_ones(expected):
-                raise UserError(f"{path}: {name} is {shape}, but by its config it should be {expected}")
-        if missing := [name for name in self.places if name not in found]:
-            raise UserError(f"{path} lacks tensor {and_more(missing)}")
+        # The names of tensors that the model does not need
+        self.left_out = [name for name in found if name not in self.places and unneeded(name)]
+        needed = {name: shape for name, shape in found.items() if name not in self.left_out}
+        expected = {name: place.shape for name, place in self.places.items()}
+        check_shapes(path, without_ones(needed), without_ones(expected))
 
         # The name of our tensor -> the names of the file's tensors that are stacked in it.
         self.stacks = defaultdict(list)
@@ -226,8 +203,6 @@ class AssembledWeights:
         if kind in ("weight", "bias"):
             check_dense(tensor, f"{self.path}: {name}")
             tensor = tensor.view(place.shape)
-            if place.is_transposed:
-                tensor = tensor.transpose(1, 2)
             if tensor.dim() == 3:
                 tensor = tensor.flatten(0, 1)
         return tensor if place.fold is None else place.fold(self.config, tensor)

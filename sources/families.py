@@ -39,8 +39,7 @@ class Layout:
     # Parts of names in some files -> what should be in their place.
     replacements: dict[str, str] = field(default_factory=dict)
     # Our module -> the whole name of a tensor that some files have in the place of those in `names`: the
-    # matrices of all experts, with their rows in our order. If gate_up and down are both here, the
-    # matrices of both may be transposed, which their shapes show.
+    # matrices of all experts, with their rows in our order.
     fused_experts: dict[str, str] = field(default_factory=dict)
     # Our tensor -> its whole name in the file, if that does not end with ".weight" or ".bias".
     whole_names: dict[str, str] = field(default_factory=dict)

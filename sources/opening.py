@@ -96,10 +96,8 @@ def open_hf(directory: Path) -> Checkpoint:
 
     def open_weights() -> AssembledWeights:
         weights = AssembledWeights(directory, HfFiles(directory, layout), config, layout, unneeded)
-        count = sum(map(is_other_modality, weights.left_out))
-        if count:
-            tensors = "1 tensor" if count == 1 else f"{count} tensors"
-            print_status(f"{directory}: left out: {tensors} of other modalities")
+        if any(map(is_other_modality, weights.left_out)):
+            print_status(f"{directory}: left out: tensors of other modalities")
         return weights
 
     read_tokenizer = partial(hf_tokenizer_files, directory)

@@ -337,7 +337,6 @@ def test_lfm2_with_images_and_the_names_of_other_files(tmp_path, capsys):
     state = load_file(tmp_path / "model.safetensors")
     renamed = {name.replace("model.language_model.", "language_model.model."): one for name, one in state.items()}
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    others = sum(not name.startswith("language_model.") for name in renamed)
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["text_config"]["tie_embedding"] = False
     for name in ("tie_word_embeddings", "tie_embedding"):
@@ -346,7 +345,7 @@ def test_lfm2_with_images_and_the_names_of_other_files(tmp_path, capsys):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert transformers.AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
         model = load_model(open_hf(tmp_path), dtype=torch.float32)
-        assert f"left out: {others} tensors of other modalities" in capsys.readouterr().err
+        assert "left out: tensors of other modalities" in capsys.readouterr().err
         assert model.config.tied_embeddings
     (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_embedding": False}))
     assert not transformers.AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
@@ -370,7 +369,7 @@ def test_the_layer_of_qwen35_that_drafts_is_left_out(member, byte_level, tmp_pat
         write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level), extra=extra, tensors=drafts)
         source = open_gguf(tmp_path / "x.gguf")
     assert tokens(Engine(load_model(source, dtype=torch.float32), 3, 200)) == expected
-    assert "left out: 1 tensor of a layer that drafts tokens (mtp)" in capsys.readouterr().err
+    assert "left out: tensors of a layer that drafts tokens (mtp)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [-1, 9])

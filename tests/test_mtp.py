@@ -417,10 +417,10 @@ def test_a_file_of_llama_cpps_converter(byte_level, tmp_path, config):
 
 DEFAULT = {"kernels": "auto", "drafts_by_default": True}
 LEFT_OUT = {
-    "mtp.norm.weight": "lacks mtp.norm.weight",
-    "mtp.embed_tokens.weight": "not supported: mtp.embed_tokens.weight",
-    "mtp.layers.1.mlp.up_proj.weight": "not supported: mtp.layers.1.mlp.up_proj.weight",
-    "mtp.fc.weight": "mtp.fc.weight is (3, 5), but by the model's sizes it should be (52, 104)",
+    "mtp.norm.weight": "lacks tensor mtp.norm.weight",
+    "mtp.embed_tokens.weight": "holds tensor mtp.embed_tokens.weight (3, 5)",
+    "mtp.layers.1.mlp.up_proj.weight": "holds tensor mtp.layers.1.mlp.up_proj.weight (3, 5)",
+    "mtp.fc.weight": "mtp.fc.weight is (3, 5), but by its config it should be (52, 104)",
 }
 
 

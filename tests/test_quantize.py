@@ -299,9 +299,9 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
     down, norm = "blocks.1.mlp.down.weight", "norm.weight"
     for change, why in (
         ({down: None}, f"lacks tensor {down}"),
-        ({"more": torch.zeros(3)}, "holds tensor more, which"),
+        ({"more": torch.zeros(3)}, r"holds tensor more \(3,\), which"),
         ({down: tensors[down].t().contiguous()}, f"{down} is \\("),
-        ({down: tensors[down].long()}, f"{down} is I64, but by config.json it should be BF16 or F16 or F32"),
+        ({down: tensors[down].long()}, f"{down} is I64, but by its config it should be BF16 or F16 or F32"),
         ({norm: tensors[norm].double()}, f"{norm} is F64"),
         ({norm: tensors[norm] * torch.inf}, f"{norm} holds NaN or infinity"),
     ):
@@ -314,7 +314,7 @@ def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     tensors["blocks.0.mlp.down.scales"] = tensors["blocks.0.mlp.down.scales"].to(torch.int8)
     save_file(tensors, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is I8, but by config.json it should be F16"):
+    with pytest.raises(UserError, match="blocks.0.mlp.down.scales is I8, but by its config it should be F16"):
         load_model(tmp_path / "q")
 
 

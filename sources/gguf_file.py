@@ -8,20 +8,19 @@ where the other files of a split model are.
 """
 
 import dataclasses
-import struct
-import weakref
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from checkpoint import make_config
-from cli import UserError, and_more, first_line, print_status, printable
+from cli import UserError, and_more, check_is_file, first_line, print_status, printable
 from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
-from sources.gguf_header import TensorInfo, open_file, read_header, split_files
+from sources.gguf_header import TensorInfo, read_header, split_files
 from sources.gguf_tokenizer import gguf_tokenizer_files, short
 from tokenizer import TokenizerFiles
 
@@ -80,11 +79,20 @@ class GgufFile:
     is_mapped = False  # a tensor is read into memory of its own
 
     def __init__(self, path: Path):
-        self.path = path
-        self.files = []
-        self.metadata, self.infos = self.open_part(path)
-        if self.value("split.count", 0) not in (0, 1):
-            self.open_split(split_files(path))
+        paths = split_files(path)
+        if missing := [part.name for part in paths if not part.exists()]:
+            raise UserError(f"{path} is one of {len(paths)} files of a model; beside it {and_more(missing)} is missing")
+        self.path = paths[0]
+        self.files: list[BinaryIO] = []
+        self.metadata: dict[str, Any] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        for part in paths:
+            self.open_part(part)
+        if self.value("split.count", 0) not in (0, 1, len(paths)):
+            count = self.value("split.count")
+            raise UserError(
+                f"{path} is one of {count} files of a model, so its name must end as MODEL-00001-of-00003.gguf does"
+            )
 
         self.architecture = str(self.value("general.architecture", None))
         if self.architecture not in GGUF_FAMILIES:
@@ -97,42 +105,21 @@ class GgufFile:
         self.left_out = [name for name in self.infos if name.startswith(OTHER_TENSORS)]
         self.infos = {renamed(name): self.infos[name] for name in self.infos if not name.startswith(OTHER_TENSORS)}
 
-    def open_part(self, path: Path) -> tuple[dict, dict[str, TensorInfo]]:
-        """(metadata, tensors by name) of a file, which stays open."""
+    def open_part(self, path: Path):
+        """Open a file, and add its metadata (those of the first one count) and its tensors."""
+        check_is_file(path)
         try:
-            file = open_file(path)
-            weakref.finalize(self, file.close)
+            file = path.open("rb")
+            self.files.append(file)
             metadata, infos = read_header(file)
-        except (LookupError, MemoryError, OSError, OverflowError, ValueError, struct.error) as error:
+        except (LookupError, MemoryError, OSError, OverflowError, ValueError) as error:
             raise UserError(f"{path} is not a readable GGUF file: {error}") from None
-
+        if doubled := sorted(infos.keys() & self.infos.keys()):
+            raise UserError(f"{path} holds tensor {doubled[0]}, and so does another file of the model")
         for info in infos.values():
-            info.part = len(self.files)
-        self.files.append(file)
-        return metadata, infos
-
-    def open_split(self, paths: list[Path]):
-        """Open all files of a split model, one of which is self.path."""
-        count = self.value("split.count")
-        if count != len(paths):
-            raise UserError(
-                f"{self.path} is one of {count} files of a model, so its name must end as "
-                "MODEL-00001-of-00003.gguf does"
-            )
-        if missing := [path.name for path in paths if not path.is_file()]:
-            gone = f"beside it {and_more(missing)} is missing"
-            raise UserError(f"{self.path} is one of {count} files of a model; {gone}")
-
-        self.path = paths[0]
-        self.files = []
-        self.infos = {}
-        for number, path in enumerate(paths):
-            metadata, infos = self.open_part(path)
-            if number == 0:
-                self.metadata = metadata
-            if (metadata.get("split.no"), metadata.get("split.count")) != (number, count):
-                raise UserError(f"{path} is not number {number + 1} of {count} files of a model, as its name says")
-            self.infos |= infos
+            info.part = len(self.files) - 1
+        self.metadata = metadata | self.metadata
+        self.infos |= infos
 
     def value(self, name: str, *default):
         """A field of the metadata, or its default. UserError if it is missing and has no default."""
@@ -181,7 +168,7 @@ class GgufFile:
         try:
             self.check_fields()
             return self._config()
-        except (TypeError, ValueError, ZeroDivisionError, AttributeError, OverflowError) as error:
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
             raise UserError(f"{self.path} has a field of the wrong type or size: {first_line(error)}") from None
 
     def check_fields(self):
@@ -192,6 +179,8 @@ class GgufFile:
             if architecture == self.architecture and not is_known:
                 if self.left_out and rest.startswith("rope."):  # Ollama's name for a field that matters
                     self.refuse(rest, "is not known")
+                if rest.startswith("expert") and self.value(name) != 0:
+                    self.refuse(rest, "is not supported")
                 line = f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"
                 print_status(printable(line))
 
@@ -220,11 +209,6 @@ class GgufFile:
         for name, supported in EXPERT_FIELDS.items():
             if self.hyper(name, supported[0]) not in supported:
                 self.refuse(name, f"is not supported; expected {supported[0]}")
-        for name, value in self.metadata.items():
-            architecture, _, rest = name.partition(".")
-            is_unknown = rest.startswith("expert") and rest not in USED_FIELDS.split()
-            if architecture == self.architecture and is_unknown and value != 0:
-                self.refuse(rest, "is not supported")
 
     def _config(self) -> Config:
         shapes = self.shapes()
@@ -307,21 +291,16 @@ class GgufFile:
         if isinstance(heads, list) and 0 in heads:
             usual = [count == 0 for count in heads]
         are_recurrent = self.hyper("attention.recurrent_layers", usual)
-        if not isinstance(are_recurrent, list) or len(are_recurrent) < self.n_layer:
-            self.refuse("attention.recurrent_layers", f"does not have a value for each of {self.n_layer} layers")
         layers = tuple(i for i in range(self.n_layer) if are_recurrent[i])
         if not layers:
             return None
         n_value_head = self.hyper("ssm.time_step_rank")
-        inner_size = self.hyper("ssm.inner_size")
-        if n_value_head < 1 or inner_size % n_value_head:
-            self.refuse("ssm.inner_size", f"is not a multiple of {n_value_head} heads")
         return DeltaNet(
             layers=layers,
             n_key_head=self.hyper("ssm.group_count"),
             n_value_head=n_value_head,
             key_dim=self.hyper("ssm.state_size"),
-            value_dim=inner_size // n_value_head,
+            value_dim=self.hyper("ssm.inner_size") // n_value_head,
             conv_width=self.hyper("ssm.conv_kernel"),
         )
 
@@ -356,15 +335,12 @@ class GgufFile:
         The field is a list with an entry for each layer, or a number n: every n-th layer does not
         slide, or all layers do if n is 0.
         """
-        name = "attention.sliding_window_pattern"
-        pattern = self.hyper(name, None)
+        pattern = self.hyper("attention.sliding_window_pattern", None)
         if pattern is None:
             return None
         layers = range(self.hyper("block_count"))
         if not isinstance(pattern, list):
             return tuple(i for i in layers if pattern == 0 or (i + 1) % pattern)
-        if len(pattern) != len(layers):
-            self.refuse(name, f"does not have a value for each of {len(layers)} layers")
         return tuple(i for i in layers if pattern[i])
 
     def divisors(self, name: str) -> tuple[float, ...] | None:
@@ -486,7 +462,10 @@ class GgufFile:
             formats[module] = "+".join(kept)
             if module.startswith("blocks."):
                 in_blocks += kept
-        self.warn_of_other_types()
+        known = {*DENSE, *(name.upper() for name in FORMATS)}
+        if others := sorted({info.type for info in self.infos.values()} - known):
+            kinds = ", ".join(others)
+            print_status(f"{self.path}: {kinds} cannot be kept: dequantized, which takes more memory")
 
         mode = max(FORMATS, key=in_blocks.count)
         if mode not in in_blocks:
@@ -496,13 +475,6 @@ class GgufFile:
         usual = Quantization(mode, size, head).usual
         exceptions = {module: format for module, format in formats.items() if format != usual(module)}
         return Quantization(mode, size, head, exceptions)
-
-    def warn_of_other_types(self):
-        known = {*DENSE, *(name.upper() for name in FORMATS)}
-        others = [info for info in self.infos.values() if info.type not in known]
-        if others:
-            kinds = ", ".join(sorted({info.type for info in others}))
-            print_status(f"{self.path}: {kinds} cannot be kept: dequantized, which takes more memory")
 
     def tokenizer_files(self) -> TokenizerFiles:
         """The tokenizer and the chat template, from the metadata."""

@@ -5,10 +5,9 @@ that end a text; byte-level BPE; sentencepiece. gguf_file.py reads the rest of t
 """
 
 import re
+import struct
 from collections import Counter
 from pathlib import Path
-
-import torch
 
 from cli import UserError, first_line, print_status, printable
 from tokenizer import TokenizerFiles
@@ -320,7 +319,7 @@ def sentencepiece_model(fields: dict) -> bytes:
     def field(number: int, value) -> bytes:
         """A float as fixed32, an int as a varint, or bytes after their length."""
         if isinstance(value, float):
-            return varint(number << 3 | 5) + torch.tensor(value, dtype=torch.float32).numpy().tobytes()
+            return varint(number << 3 | 5) + struct.pack("<f", value)
         if isinstance(value, int):
             return varint(number << 3) + varint(value)
         return varint(number << 3 | 2) + varint(len(value)) + value

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from cli import UserError, and_more, check_is_file, progress_bar, read_json
 from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
-from formats import Quantization, matrices, swap
+from formats import Quantization, swap
 from kernels import Installer
 from model import WHOLE_MODEL, Transformer
 from sampling import RECOMMENDED
@@ -274,16 +274,9 @@ def read_quantization(directory: Path) -> Quantization | None:
     if fields is None:
         return None
     try:
-        quantization = Quantization(**fields)
+        return Quantization(**fields)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
-    if quantization.exceptions:
-        names = [name for name, _ in matrices(empty_model(read_config(directory)))]
-        unknown = sorted(quantization.exceptions.keys() - set(names))
-        if unknown := [name for name in unknown if can_draft() or not name.startswith(DRAFT_LAYER)]:
-            what = f"{unknown[0]}, which is not a matrix of the model"
-            raise UserError(f"{path}: quantization exceptions name {what}")
-    return quantization
 
 
 def make_config(path: Path, **fields) -> Config:

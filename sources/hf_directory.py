@@ -34,18 +34,13 @@ def hf_family(directory: Path) -> tuple[Family, Config]:
     path = directory / "config.json"
     fields = Fields(path, text_fields(read_json(path)))
     name = fields.take("model_type", None)
-    if not isinstance(name, str):
-        fields.refuse("model_type", 'is not the name of a model family, such as "llama"')
-
-    family = FAMILIES.get(name)
+    family = FAMILIES.get(str(name))
     known = [] if family is None else family.architectures
-    names = fields.take("architectures", None) or known or [None]
-    if not isinstance(names, list):
-        fields.refuse("architectures", "is not a list of names")
-    if str(names[0]).lower() not in [architecture.lower() for architecture in known]:
-        kind = f"architecture {names[0]} (model_type {name})"
+    names = fields.take("architectures", None) or known
+    first = names[0] if isinstance(names, list) and names else names
+    if str(first).lower() not in [architecture.lower() for architecture in known]:
         first_names = ", ".join(other.architectures[0] for other in FAMILIES.values())
-        raise UserError(f"{path}: {kind} is not known; known: {first_names}")
+        raise UserError(f"{path}: architecture {first} (model_type {name}) is not known; known: {first_names}")
 
     fields.defaults = family.defaults
     try:
@@ -59,15 +54,15 @@ def hf_family(directory: Path) -> tuple[Family, Config]:
 def text_fields(values: dict) -> dict:
     """The fields of the language model: those in text_config, if this is a multimodal model."""
     text = values.get("text_config")
-    for family in FAMILIES.values():
-        is_named = family.multimodal is not None and family.multimodal == values.get("model_type")
-        if is_named and isinstance(text, dict):
-            names = ("architectures", "tie_word_embeddings", "tie_embedding", "quantization_config")
-            outside = {name: values[name] for name in names if name in values}
-            # LFM2's name of tie_word_embeddings, for which transformers does not look in text_config.
-            text = {name: value for name, value in text.items() if name != "tie_embedding"}
-            return {"model_type": family.model_type} | text | outside
-    return values
+    families = [family for family in FAMILIES.values() if family.multimodal is not None]
+    kinds = [family.model_type for family in families if family.multimodal == values.get("model_type")]
+    if not kinds or not isinstance(text, dict):
+        return values
+    names = ("architectures", "tie_word_embeddings", "tie_embedding", "quantization_config")
+    outside = {name: values[name] for name in names if name in values}
+    # LFM2's name of tie_word_embeddings, for which transformers does not look in text_config.
+    text = {name: value for name, value in text.items() if name != "tie_embedding"}
+    return {"model_type": kinds[0]} | text | outside
 
 
 # ---------------------------------------------------------------- weights
@@ -104,8 +99,7 @@ class HfFiles:
     """The tensors of a directory, by the names that a layout gives them.
 
     The tensors of a layer may be in several .bin files, and opening a file takes milliseconds. So a
-    mapped file stays open until all its tensors have been read. A file in the older format cannot
-    be mapped and is read into memory, so only one of them is kept.
+    file stays open until all its tensors have been read.
     """
 
     is_mapped = True  # a tensor may be a part of a mapped file
@@ -124,34 +118,27 @@ class HfFiles:
         """The shape of each tensor by name. UserError if a tensor is there twice."""
         found = {}
         for path in self.paths:
-            for stored_name, shape in self.stored_shapes(path).items():
+            if path.suffix == ".safetensors":
+                shapes = {name: shape for name, (shape, _) in safetensors_header(path).items()}
+            else:
+                self.unread[path] = read_pickle(path)
+                shapes = {name: tuple(tensor.shape) for name, tensor in self.unread[path].items()}
+            for stored_name, shape in shapes.items():
                 name = self.layout.renamed(stored_name)
                 if name in found:
                     raise UserError(f"{self.directory} holds tensor {name} twice")
-                found[name] = tuple(shape)
+                found[name] = shape
                 self.stored[name] = (path, stored_name)
         return found
-
-    def stored_shapes(self, path: Path) -> dict[str, tuple[int, ...]]:
-        if path.suffix == ".safetensors":
-            return {name: shape for name, (shape, _) in safetensors_header(path).items()}
-        return {name: tensor.shape for name, tensor in self.open_bin(path).items()}
 
     def read(self, name: str, kind: str = "weight") -> torch.Tensor:
         """A tensor that `shapes` has found. It may be a part of a mapped file."""
         path, stored_name = self.stored[name]
         if path.suffix == ".safetensors":
             return self.reader.read(path, stored_name)
-        if stored_name not in self.unread.get(path, {}):
-            self.open_bin(path)
+        if stored_name not in self.unread[path]:  # it was read before
+            self.unread[path] = read_pickle(path)
         return self.unread[path].pop(stored_name)
-
-    def open_bin(self, path: Path) -> dict[str, torch.Tensor]:
-        """Open a .bin file, and return all its tensors by their names in the file."""
-        if not zipfile.is_zipfile(path):
-            self.unread.clear()
-        self.unread[path] = read_pickle(path)
-        return self.unread[path]
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:

@@ -1399,7 +1399,7 @@ def test_sources_of_the_wrong_type_are_one_line(tiny, tmp_path):
     for i, (fields, why) in enumerate(
         [
             ({"architectures": 5}, "architecture 5 .model_type bloom. is not known"),
-            ({"model_type": []}, "model_type .... is not known"),
+            ({"model_type": []}, r"model_type \[\]. is not known"),
             ({"tie_word_embeddings": "false"}, "tied_embeddings must be true or false, not 'false'"),
             ({"apply_residual_connection_post_layernorm": [1]}, "post_norm_residual must be true or false"),
             ({"eos_token_id": float("inf")}, "is not valid"),

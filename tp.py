@@ -16,106 +16,84 @@ gathers all logits and draws the same tokens from them.
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cli import UserError
-from config import Config, DeltaNet
+from config import Config
 from formats import QuantizedLinear
 from model import Transformer
 
 # How the weight (N,C) of a module, with N outputs and C inputs, and its bias (N,) are split. The
-# keys are the ends of the modules' names. The values are (how, the number of matrices that are
-# stored as one), where `how` means:
-#   heads        by outputs: each rank has the rows of its query heads, then those of the key and
-#                value heads that they attend to
-#   query heads  by outputs: each rank has the rows of its query heads
-#   key heads    by outputs: each rank has the rows of the key (or value) heads of its query heads
-#   hidden       by outputs: each rank has the rows of its hidden units, in each of the matrices
-#                that are stored as one; if the module holds experts, in those of each expert
-#   from heads   by inputs, which are the outputs of the heads: an all-reduce adds up the ranks'
+# keys are the ends of the modules' names. The values are
+#   parts        by outputs: the parts of the matrix, one below the other. Each rank has in each part
+#                the rows of its units:
+#     queries      its query heads
+#     gates        the same heads of their gates; models without these gates lack this part
+#     kv           the key (or value) heads that its query heads attend to
+#     hidden       its hidden units; a matrix of experts has these parts for each expert
+#     channels     its channels of a short convolution
+#     keys         its key heads of a gated delta net
+#     values       the value heads of these key heads
+#     numbers      a single row for each of these value heads
+#   from a part  by inputs, which are the outputs of such units: an all-reduce adds up the ranks'
 #                products, and only rank 0 has a bias that is not zero
-#   channels     by outputs: each rank has the rows of its channels of a short convolution, in each of
-#                the matrices that are stored as one
-#   from hidden  the same as "from heads", where the inputs are hidden units
-#   from values  the same, where the inputs are the value heads of a gated delta net
-#   from channels  the same, where the inputs are the channels of a short convolution
-#   a key of DELTA_PARTS  by outputs: each rank has the rows of its heads, in each of these parts
 #   vocab        by rows, padded with zeros if V is not a multiple of the number of ranks
 #   whole        every rank has the whole tensor
 # A family whose modules have other names needs lines of its own: a module that is not in the table
 # is refused.
 SPLIT = {
-    "embedding": ("vocab", 1),
-    "attention.qkv": ("heads", 1),
-    "attention.qkv.0": ("query heads", 1),  # where q, k and v are stored in different formats
-    "attention.qkv.1": ("key heads", 1),
-    "attention.qkv.2": ("key heads", 1),
-    "attention.out": ("from heads", 1),
-    "delta_net.inputs": ("delta inputs", 1),
-    "delta_net.inputs.0": ("delta qkv", 1),
-    "delta_net.inputs.1": ("delta gate", 1),
-    "delta_net.inputs.2": ("delta numbers", 1),
-    "delta_net.inputs.3": ("delta numbers", 1),
-    "delta_net.conv": ("delta qkv", 1),
-    "delta_net.decay": ("delta numbers", 1),
-    "delta_net.norm": ("whole", 1),
-    "delta_net.out": ("from values", 1),
-    "short_conv.inputs": ("channels", 3),
-    "short_conv.conv": ("channels", 1),
-    "short_conv.out": ("from channels", 1),
-    "mlp.gate_up": ("hidden", 2),
-    "mlp.gate_up.0": ("hidden", 1),
-    "mlp.gate_up.1": ("hidden", 1),
-    "mlp.up": ("hidden", 1),
-    "mlp.down": ("from hidden", 1),
+    "embedding": "vocab",
+    "attention.qkv": "queries gates kv kv",
+    "attention.qkv.0": "queries gates",  # where q, k and v are stored in different formats
+    "attention.qkv.1": "kv",
+    "attention.qkv.2": "kv",
+    "attention.out": "from queries",
+    "delta_net.inputs": "keys keys values values numbers numbers",
+    "delta_net.inputs.0": "keys keys values",
+    "delta_net.inputs.1": "values",
+    "delta_net.inputs.2": "numbers",
+    "delta_net.inputs.3": "numbers",
+    "delta_net.conv": "keys keys values",
+    "delta_net.decay": "numbers",
+    "delta_net.norm": "whole",
+    "delta_net.out": "from values",
+    "short_conv.inputs": "channels channels channels",
+    "short_conv.conv": "channels",
+    "short_conv.out": "from channels",
+    "mlp.gate_up": "hidden hidden",
+    "mlp.gate_up.0": "hidden",
+    "mlp.gate_up.1": "hidden",
+    "mlp.up": "hidden",
+    "mlp.down": "from hidden",
     # All ranks must choose the same experts for a token. They do: the router's inputs are made from
     # sums of all ranks (`all_reduce`), which have the same bits everywhere.
-    "experts.router": ("whole", 1),
-    "experts.gate_up": ("hidden", 2),
-    "experts.gate_up.0": ("hidden", 1),
-    "experts.gate_up.1": ("hidden", 1),
-    "experts.down": ("from hidden", 1),
-    "experts.shared_gate": ("whole", 1),
-    "shared.gate_up": ("hidden", 2),
-    "shared.gate_up.0": ("hidden", 1),
-    "shared.gate_up.1": ("hidden", 1),
-    "shared.down": ("from hidden", 1),
-    "output": ("vocab", 1),
-    "embedding_norm": ("whole", 1),
-    "attention_norm": ("whole", 1),
-    "attention.q_norm": ("whole", 1),  # width E, shared by all heads; or H * E: see Shard._slice
-    "attention.k_norm": ("whole", 1),
-    "attention_post_norm": ("whole", 1),
-    "mlp_norm": ("whole", 1),
-    "mlp_post_norm": ("whole", 1),
-    "norm": ("whole", 1),
-    "proj": ("whole", 1),  # of mtp.DraftLayer
-    "hidden_norm": ("whole", 1),
+    "experts.router": "whole",
+    "experts.gate_up": "hidden hidden",
+    "experts.gate_up.0": "hidden",
+    "experts.gate_up.1": "hidden",
+    "experts.down": "from hidden",
+    "experts.shared_gate": "whole",
+    "shared.gate_up": "hidden hidden",
+    "shared.gate_up.0": "hidden",
+    "shared.gate_up.1": "hidden",
+    "shared.down": "from hidden",
+    "output": "vocab",
+    "embedding_norm": "whole",
+    "attention_norm": "whole",
+    "attention.q_norm": "whole",  # width E, shared by all heads; or H * E: see Shard._slice
+    "attention.k_norm": "whole",
+    "attention_post_norm": "whole",
+    "mlp_norm": "whole",
+    "mlp_post_norm": "whole",
+    "norm": "whole",
+    "proj": "whole",  # of mtp.DraftLayer
+    "hidden_norm": "whole",
 }
-# What the rows of the tensors of a gated delta net consist of. keys: key_dim rows for each key head;
-# values: value_dim rows for each value head; numbers: one for each value head.
-DELTA_PARTS = {
-    "delta qkv": ("keys", "keys", "values"),
-    "delta gate": ("values",),
-    "delta numbers": ("numbers",),
-    "delta inputs": ("keys", "keys", "values", "values", "numbers", "numbers"),
-}
-
-
-class PerMLP(NamedTuple):
-    """A number for each kind of MLP that a model may have. Each kind has its own hidden width."""
-
-    dense: int = 1  # the MLPs of layers without experts
-    experts: int = 1  # the experts, each
-    shared: int = 1  # the shared experts
-
-
-MLPS = PerMLP("mlp", "experts", "experts.shared")  # the names of these modules in a block
 
 # ---------------------------------------------------------------- one rank's share
 
@@ -154,7 +132,8 @@ class Shard:
 
     rank: int
     ranks: int
-    hidden_blocks: PerMLP = PerMLP()  # how many hidden units must stay together: see `fit`
+    # Kind of MLP (see mlp_kind) -> how many hidden units must stay together, if more than one: see `fit`
+    hidden_blocks: dict[str, int] = field(default_factory=dict)
     # The name of the process group for tensors on the model's device, which the functional
     # collectives take. `slices` needs no group.
     group: Any = None
@@ -177,56 +156,45 @@ class Shard:
         return range(self.rank * n // self.ranks, (self.rank + 1) * n // self.ranks)
 
     def _own_hidden(self, config: Config, kind: str) -> range:
-        """This rank's range of the hidden units of an MLP, in whole blocks. kind: a field of PerMLP."""
-        F = getattr(hidden_widths(config), kind)
-        size = getattr(self.hidden_blocks, kind)
+        """This rank's range of the hidden units of an MLP (see mlp_kind), in whole blocks."""
+        F = hidden_width(config, kind)
+        size = self.hidden_blocks.get(kind, 1)
         blocks = self.own(-(-F // size))
         return range(min(F, blocks.start * size), min(F, blocks.stop * size))
 
-    def _hidden_rows(self, config: Config, name: str, count: int) -> list[range]:
-        """This rank's rows of a module that holds `count` matrices with a row for each hidden unit,
-        or as many for each of its experts."""
-        kind = mlp_kind(name)
-        F = getattr(hidden_widths(config), kind)
-        own = self._own_hidden(config, kind)
-        if kind == "experts":
-            count *= config.experts.n_expert
-        return [range(i * F + own.start, i * F + own.stop) for i in range(count)]
+    def _part(self, config: Config, name: str, part: str) -> tuple[list[range], int]:
+        """This rank's rows of a part (see SPLIT) of the module with this name, and the number of all its
+        rows."""
+        H, K, E = config.heads
+        if part in ("queries", "gates"):
+            return [times(self.own(H), E)], H * E
+        if part == "kv":
+            return [range(E * head, E * (head + 1)) for head in self._kv_heads(config)], K * E
+        if part == "hidden":
+            kind = mlp_kind(name)
+            return [self._own_hidden(config, kind)], hidden_width(config, kind)
+        if part == "channels":
+            return [self.own(config.dim)], config.dim
 
-    def _own_queries(self, config: Config) -> range:
-        """This rank's range of the H * E outputs of the query heads."""
-        return times(self.own(config.n_head), config.head_dim)
+        net = config.delta_net
+        n = net.n_key_head
+        own = self.own(n)
+        if part == "keys":
+            return [times(own, net.key_dim)], net.keys_width
+        width = net.value_dim if part == "values" else 1
+        # A key head has the value heads with its own number and with every n-th number after it.
+        starts = range(0, net.n_value_head, n)
+        return [times(range(start + own.start, start + own.stop), width) for start in starts], net.n_value_head * width
 
-    def _query_rows(self, config: Config) -> list[range]:
-        """This rank's rows of the queries' matrix, with those of their gates if there are any."""
-        own = self._own_queries(config)
-        if not config.attention_gate:
-            return [own]
-        gates = config.n_head * config.head_dim
-        return [own, range(gates + own.start, gates + own.stop)]
-
-    def _value_heads(self, net: DeltaNet) -> list[range]:
-        """This rank's value heads: those of its key heads, which are one range for each value head
-        that a key head has."""
-        own = self.own(net.n_key_head)
-        return [range(start + own.start, start + own.stop) for start in range(0, net.n_value_head, net.n_key_head)]
-
-    def _delta_rows(self, net: DeltaNet, parts: tuple[str, ...]) -> list[range]:
-        """This rank's rows of a tensor of a gated delta net. parts: see DELTA_PARTS."""
-        kinds = {
-            "keys": ([self.own(net.n_key_head)], net.key_dim, net.keys_width),
-            "values": (self._value_heads(net), net.value_dim, net.values_width),
-            "numbers": (self._value_heads(net), 1, net.n_value_head),
-        }
+    def _rows(self, config: Config, name: str, parts: list[str]) -> Slice:
+        """This rank's rows of a matrix that consists of these parts."""
         rows = []
         start = 0  # of the part
         for part in parts:
-            heads, width, height = kinds[part]
-            for own in heads:
-                scaled = times(own, width)
-                rows.append(range(start + scaled.start, start + scaled.stop))
+            own, height = self._part(config, name, part)
+            rows += [range(start + some.start, start + some.stop) for some in own]
             start += height
-        return rows
+        return Slice(tuple(rows))
 
     def _kv_heads(self, config: Config) -> list[int]:
         """The key and value heads that this rank keeps, in the order of its query heads.
@@ -255,7 +223,7 @@ class Shard:
         experts = config.experts
         if experts is not None:
             hidden_dim = len(self._own_hidden(config, "experts"))
-            shared_dim = len(self._own_hidden(config, "shared"))
+            shared_dim = len(self._own_hidden(config, "experts.shared"))
             experts = dataclasses.replace(experts, hidden_dim=hidden_dim, shared_dim=shared_dim)
         return dataclasses.replace(
             config,
@@ -264,7 +232,7 @@ class Shard:
             experts=experts,
             n_head=len(self.own(config.n_head)),
             n_kv_head=len(self._kv_heads(config)),
-            hidden_dim=len(self._own_hidden(config, "dense")) or 1,  # 0 only if no layer has such an MLP
+            hidden_dim=len(self._own_hidden(config, "mlp")) or 1,  # 0 only if no layer has such an MLP
             vocab_size=-(-config.vocab_size // self.ranks),
             n_token=None,
         )
@@ -278,11 +246,11 @@ class Shard:
         name, _, kind = tensor_name.rpartition(".")  # the kind is "weight", "bias", "scales" ...
         module = model.get_submodule(name)
         N = len(getattr(module, kind))
-        how, count = split_of(name)
+        how = split_of(name)
         if config.qk_norm_whole and name.endswith("q_norm"):
-            how = "query heads"
+            how = "queries"
         if config.qk_norm_whole and name.endswith("k_norm"):
-            how = "key heads"
+            how = "kv"
 
         if how == "whole":
             return Slice((range(N),))
@@ -290,35 +258,16 @@ class Shard:
             height = -(-N // self.ranks)
             start = min(self.rank * height, N)
             return Slice((range(start, min(start + height, N)),), height=height)
-        if how in ("heads", "query heads", "key heads"):
-            H, K, E = config.heads
-            before = 2 * H if config.attention_gate else H  # the heads before the first key head
-            starts = {"heads": (before, before + K), "query heads": (), "key heads": (0,)}[how]
-            heads = [start + head for start in starts for head in self._kv_heads(config)]
-            rows = [range(E * head, E * (head + 1)) for head in heads]
-            if how != "key heads":
-                rows = self._query_rows(config) + rows
-            return Slice(tuple(rows))
-        if how in DELTA_PARTS:
-            return Slice(tuple(self._delta_rows(config.delta_net, DELTA_PARTS[how])))
-        if how == "hidden":
-            return Slice(tuple(self._hidden_rows(config, name, count)))
-        if how == "channels":
-            D = config.dim
-            own = self.own(D)
-            return Slice(tuple(range(i * D + own.start, i * D + own.stop) for i in range(count)))
+        if not how.startswith("from "):
+            parts = [part for part in how.split() if part != "gates" or config.attention_gate]
+            matrices = config.experts.n_expert if how.startswith("hidden") and mlp_kind(name) == "experts" else 1
+            return self._rows(config, name, parts * matrices)
 
         # The columns are split.
         if kind == "bias":  # it is added once, by rank 0; the other ranks have zeros
             rows = range(N) if self.rank == 0 else range(0)
             return Slice((rows,), height=N)
-        own = [self._own_queries(config)]
-        if how == "from hidden":
-            own = [self._own_hidden(config, mlp_kind(name))]
-        elif how == "from channels":
-            own = [self.own(config.dim)]
-        elif how == "from values":
-            own = [times(heads, config.delta_net.value_dim) for heads in self._value_heads(config.delta_net)]
+        own, _ = self._part(config, name, how.removeprefix("from "))
         columns, count = columns_of(module, kind)
         ranges = [range(part.start // columns * count, -(-part.stop // columns) * count) for part in own]
         return Slice((range(N),), tuple(dict.fromkeys(ranges)))  # equal ones: a value for a whole row
@@ -365,12 +314,10 @@ def times(heads: range, width: int) -> range:
 # ---------------------------------------------------------------- what cannot be split
 
 
-def split_of(name: str) -> tuple[str, int]:
-    """The entry of SPLIT with the longest key that matches a module's name."""
+def split_of(name: str) -> str:
+    """The value in SPLIT of the longest key that matches a module's name, or "unknown"."""
     fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
-    if not fitting:
-        return "unknown", 0
-    return SPLIT[max(fitting, key=len)]
+    return SPLIT[max(fitting, key=len)] if fitting else "unknown"
 
 
 def columns_of(module: nn.Module, kind: str) -> tuple[int, int]:
@@ -393,75 +340,59 @@ def block_columns(module: nn.Module) -> int:
 
 
 def mlp_kind(name: str) -> str:
-    """The field of PerMLP for a module of an MLP, by its name."""
+    """The kind of MLP that a module belongs to, by its name. Each kind has its own hidden width."""
     if ".shared." in name:
-        return "shared"
-    return "experts" if ".experts." in name else "dense"
+        return "experts.shared"
+    return "experts" if ".experts." in name else "mlp"
 
 
-def hidden_widths(config: Config) -> PerMLP:
-    """The numbers of hidden units of the MLPs."""
-    experts = config.experts
-    if experts is None:
-        return PerMLP(config.hidden_dim, 0, 0)
-    return PerMLP(config.hidden_dim, experts.hidden_dim, experts.shared_dim)
+def hidden_width(config: Config, kind: str) -> int:
+    """The number of hidden units of this kind of MLP."""
+    if kind == "mlp":
+        return config.hidden_dim
+    return config.experts.hidden_dim if kind == "experts" else config.experts.shared_dim
 
 
-def hidden_blocks_of(model: Transformer) -> PerMLP:
-    """How many consecutive hidden units of the MLPs of a whole model must stay on one rank."""
-    sizes = {kind: [1] for kind in PerMLP._fields}
+def hidden_blocks_of(model: Transformer) -> dict[str, int]:
+    """How many consecutive hidden units must stay on one rank, for each kind of MLP of a whole model."""
+    sizes = {}
     for name, module in model.named_modules():
-        if split_of(name) == ("from hidden", 1):
-            sizes[mlp_kind(name)].append(block_columns(module))
-    return PerMLP(**{kind: math.lcm(*found) for kind, found in sizes.items()})
-
-
-def mlp_obstacles(model: Transformer, ranks: int) -> list[str]:
-    """The MLPs that have fewer blocks of hidden units than there are ranks."""
-    reasons = []
-    for kind, F, size in zip(MLPS, hidden_widths(model.config), hidden_blocks_of(model)):
-        used = any(name.endswith(f"{kind}.down") for name, _ in model.named_modules())
-        pieces = -(-F // size)
-        if used and pieces < ranks:
-            reasons.append(f"{kind}.down: {F} columns in blocks of {size} are {pieces} blocks")
-    return reasons
+        if split_of(name) == "from hidden":
+            kind = mlp_kind(name)
+            sizes[kind] = math.lcm(sizes.get(kind, 1), block_columns(module))
+    return sizes
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
     """The reasons why a model cannot be split over this number of ranks; empty if it can."""
     config = model.config
-    reasons = []
-    if config.n_head % ranks:
-        reasons.append(f"n_head {config.n_head} is not a multiple of {ranks}")
-    reasons += mlp_obstacles(model, ranks)
-
     net = config.delta_net
-    if net is not None and net.n_key_head % ranks:
-        reasons.append(f"n_key_head {net.n_key_head} is not a multiple of {ranks}")
-    if config.short_conv is not None and config.dim % ranks:
-        reasons.append(f"dim {config.dim} is not a multiple of {ranks}")
+    counts = {"n_head": config.n_head}
+    if net is not None:
+        counts["n_key_head"] = net.n_key_head
+    if config.short_conv is not None:
+        counts["dim"] = config.dim
+    reasons = [f"{name} {n} is not a multiple of {ranks}" for name, n in counts.items() if n % ranks]
+    for kind, size in hidden_blocks_of(model).items():
+        F = hidden_width(config, kind)
+        pieces = -(-F // size)
+        if pieces < ranks:
+            reasons.append(f"{kind}.down: {F} columns in blocks of {size} are {pieces} blocks")
 
-    for i, block in enumerate(model.all_blocks):
-        if block.attention is not None:
-            name = "attention.out"
-            columns = config.n_head * config.head_dim // ranks
-        elif net is not None:
-            name = "delta_net.out"
-            columns = net.n_key_head * net.value_dim // ranks
-        else:
-            name = "short_conv.out"
-            columns = config.dim // ranks
-        out = block.get_submodule(name)
-        size = block_columns(out)
-        if ranks > 1 and columns % size:
-            what = f"{columns} columns per rank are not a multiple of its block of {size}"
-            reasons.append(f"blocks.{i}.{name}: {what}")
+    for name, module in model.named_modules():
+        how = split_of(name)
+        if ranks > 1 and how.startswith("from ") and how != "from hidden":
+            own, _ = Shard(0, ranks)._part(config, name, how.removeprefix("from "))
+            size = block_columns(module)
+            if len(own[0]) % size:
+                what = f"{len(own[0])} columns per rank are not a multiple of its block of {size}"
+                reasons.append(f"{name}: {what}")
     return reasons
 
 
 def check(model: Transformer, ranks: int):
     for name in model.state_dict():
-        assert split_of(name.rpartition(".")[0])[0] != "unknown", f"SPLIT has no line for {name}"
+        assert split_of(name.rpartition(".")[0]) != "unknown", f"SPLIT has no line for {name}"
     if reasons := obstacles(model, ranks):
         possible = [n for n in range(1, model.config.n_head + 1) if not obstacles(model, n)]
         raise UserError(f"the model cannot be split over {ranks} ranks: {reasons[0]}; {possible} ranks are possible")

@@ -233,7 +233,7 @@ def check_slices(config, ranks, bits):
                 for columns in part.columns or ():
                     seen[name][rows.start : rows.stop, columns.start : columns.stop] += 1
     for name, counts in seen.items():
-        how = split_of(name.rpartition(".")[0])[0]
+        how = split_of(name.rpartition(".")[0])
         on_all = how == "whole" or (how.startswith("from") and name.endswith(("scales", "mins")))  # one group per row
         assert counts.unique().tolist() == [ranks if on_all else 1], name
 

@@ -262,6 +262,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None) -> Tensor:
         """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as
         in forward."""
+        if rows is None:
+            rows = torch.arange(len(tokens), device=tokens.device)
         embedded = self.block_inputs(tokens)  # (B,S,D)
         x = embedded
         ropes = self.positions.ropes(input_pos)
@@ -355,7 +357,7 @@ class Block(nn.Module):
         """What the block remembers of each row: a KVCache, or a recurrent.ConvState."""
         return self.recurrent.state if self.attention is None else self.attention.cache
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor) -> Tensor:
         h = x if self.attention_norm is None else self.attention_norm(x)
         if self.attention is None:
             y = self.recurrent(h, input_pos, rows)
@@ -405,7 +407,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(E, config.norm_eps)
             self.k_norm = RMSNorm(E, config.norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor) -> Tensor:
         q, gate = self.read(x, rope, input_pos, rows)
         slopes = self.positions.slopes
         y = attention(q, self.cache.k, self.cache.v, input_pos, rows, slopes, self.window, self.scale)
@@ -413,7 +415,7 @@ class Attention(nn.Module):
             y = y * gate.sigmoid()
         return self.out(y.flatten(2))
 
-    def read(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor | None):
+    def read(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor):
         """Write the keys and values of tokens. Returns their queries (B,S,H,E), and the gate of the
         output (B,S,H,E) or None."""
         B, S, _ = x.shape
@@ -473,11 +475,8 @@ class KVCache(nn.Module):
         self.register_buffer("k", zeros(shape, dtype=dtype), persistent=False)
         self.register_buffer("v", zeros(shape, dtype=dtype), persistent=False)
 
-    def write(self, k: Tensor, v: Tensor, input_pos: Tensor, rows: Tensor | None):
-        """Store k and v (B,S,K,E) of the tokens at positions (B,S) of rows (B,); None means rows
-        0..B-1."""
-        if rows is None:
-            rows = torch.arange(len(k), device=k.device)
+    def write(self, k: Tensor, v: Tensor, input_pos: Tensor, rows: Tensor):
+        """Store k and v (B,S,K,E) of the tokens at positions (B,S) of rows (B,)."""
         slots = (rows[:, None], slice(None), input_pos)  # selects (B,S,K,E); -1 is the scratch slot
         self.k[slots] = k
         self.v[slots] = v

@@ -42,7 +42,7 @@ class DraftLayer(nn.Module):
         self.norm = make_norm(config)
         self.hidden = Tail(config.dim, 1)  # the model's latest hidden states of each row
 
-    def read(self, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None, backend: Backend):
+    def read(self, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor, backend: Backend):
         """Write the keys and values of tokens that the model has read.
 
         embedded (B,S,D): the tokens' embeddings; hidden (B,S,D): the model's last hidden states of
@@ -59,9 +59,7 @@ class DraftLayer(nn.Module):
         ropes = self.block.attention.positions.ropes(pair_pos)
         self.block.attention.read(h, ropes[self.block.rope_table], pair_pos, rows)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, pair_pos: Tensor, rows: Tensor | None, backend: Backend
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, pair_pos: Tensor, rows: Tensor, backend: Backend) -> Tensor:
         """The normalized outputs (B,S,D) for pairs of a token (its embedding) and the hidden state
         before it, (B,S,D) each. pair_pos (B,S): the positions of the hidden states; -1 is padding.
         """

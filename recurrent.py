@@ -11,6 +11,7 @@ of width dv the values.
 Sources: gated delta nets (arXiv:2412.06464), Qwen3-Next and Qwen3.5; LFM2 (arXiv:2511.23404).
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class GatedDeltaNet(nn.Module):
         self.out = Linear(net.values_width, config.dim, bias=False)
         self.state = DeltaState(net)
 
-    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
         net = self.net
         B, S, _ = x.shape
         widths = [net.conv_channels, net.values_width, net.n_value_head, net.n_value_head]
@@ -85,7 +86,7 @@ class ShortConvolution(nn.Module):
         self.out = Linear(conv.conv_channels, config.dim, conv.bias)
         self.state = ConvState(conv)
 
-    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
         gate, out_gate, x = self.inputs(x).chunk(3, dim=2)  # (B,S,channels) each
 
         self.state.move_base(input_pos, rows)
@@ -102,7 +103,7 @@ class Convolution(nn.Module):
         self.bias = empty_parameter(channels) if bias else None  # float32
         self.width = width
 
-    def forward(self, x: Tensor, state: "ConvState", input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, state: "ConvState", input_pos: Tensor, rows: Tensor) -> Tensor:
         """x (B,S,channels) to (B,S,channels) float32. Before the first position there are zeros."""
         S = x.shape[1]
         x = state.with_tail(x, input_pos, rows).float()  # (B,width-1+S,channels)
@@ -167,10 +168,8 @@ class Tail(nn.Module):
             tensor = self.get_buffer(name)
             tensor[target_row] = tensor[source_row]
 
-    def write_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None):
+    def write_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor):
         """Keep the vectors x (B,S,channels) at positions (B,S) of rows (B,)."""
-        if rows is None:
-            rows = torch.arange(len(x), device=x.device)
         size = self.tail_size
         is_kept = input_pos >= 0
         if input_pos.shape[1] > size:
@@ -179,17 +178,15 @@ class Tail(nn.Module):
         slots = torch.where(is_kept, input_pos % size, size)
         self.tail[rows[:, None], slots] = x.to(self.tail.dtype)
 
-    def read_tail(self, first: Tensor, rows: Tensor | None) -> Tensor:
+    def read_tail(self, first: Tensor, rows: Tensor) -> Tensor:
         """The vectors (B,before,channels) before positions `first` (B,). Before position 0 there are
         zeros."""
-        if rows is None:
-            rows = torch.arange(len(first), device=first.device)
         back = torch.arange(-self.before, 0, device=first.device)
         positions = first[:, None] + back  # (B,before)
         found = self.tail[rows[:, None], positions % self.tail_size]
         return torch.where((positions >= 0)[..., None], found, 0)
 
-    def with_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+    def with_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
         """The new vectors x (B,S,channels), behind those before them: (B,before+S,channels). Keeps
         the new ones."""
         S = x.shape[1]
@@ -241,15 +238,13 @@ class ConvState(Tail):
     def shapes(self, dtype):
         return {"base": ((), torch.int64)} | super().shapes(dtype)
 
-    def move_base(self, input_pos: Tensor, rows: Tensor | None):
+    def move_base(self, input_pos: Tensor, rows: Tensor):
         """Set the base of the rows of a pass over positions (B,S) of rows (B,). (That of a DeltaState
         is set by kernels.gated_delta.)
 
         RuntimeError if a row cannot go on at its position, as in kernels.gated_delta. This is
         checked on CPUs only: elsewhere it would wait for the device.
         """
-        if rows is None:
-            rows = torch.arange(len(input_pos), device=input_pos.device)
         is_real = input_pos >= 0
         # Several batch rows may have tokens of one row.
         first = torch.where(is_real, input_pos, NO_POSITION).amin(1)
@@ -362,7 +357,7 @@ class Snapshots:
         self.states = states
         self.rows: list[list[Snapshot]] = [[] for _ in range(rows)]  # of each row
         self.free = list(range(slots))
-        self.uses = 0
+        self.uses = itertools.count()
         for state in states:
             state.allocate_snapshots(slots)
 
@@ -379,7 +374,7 @@ class Snapshots:
         shared = [snapshot for snapshot in self.rows[source] if snapshot.position <= n]
         snapshot = self._latest(source, n)
         if snapshot is not None:
-            self._use(snapshot)
+            snapshot.last_used = next(self.uses)
         if n > 0 and self._base(source) > n:
             for state in self.states:
                 state.restore(snapshot.slot, target, n)
@@ -405,9 +400,7 @@ class Snapshots:
             return
         for state in self.states:
             state.save(row, slot, position)
-        snapshot = Snapshot(position, slot, is_turn, 0)
-        self._use(snapshot)
-        self.rows[row].append(snapshot)
+        self.rows[row].append(Snapshot(position, slot, is_turn, next(self.uses)))
 
     def _base(self, row: int) -> int:
         return int(self.states[0].base[row])
@@ -416,10 +409,6 @@ class Snapshots:
         """The last snapshot of a row at a position of at most n."""
         before = [snapshot for snapshot in self.rows[row] if snapshot.position <= n]
         return max(before, key=lambda snapshot: snapshot.position, default=None)
-
-    def _use(self, snapshot: Snapshot):
-        self.uses += 1
-        snapshot.last_used = self.uses
 
     def _replace(self, row: int, snapshots: list[Snapshot]):
         """Give a row another list, and free the slots of snapshots that are in no list any more."""

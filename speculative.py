@@ -543,21 +543,16 @@ class Speculation(PlainDecoding):
         """Run each draft in each length, the plain step, and the verification in each width that k
         can need, with empty proposals. Propose nothing: accepted tokens could end the request
         before it has seen all graphs."""
-        asked = [draft for draft in self.drafts if not draft.is_free]
-        sizes = []
-        proposals = []
-        for draft in asked:
-            choices = draft.choices(self.k)
-            sizes += choices
-            proposals += [draft.propose(batch, k) for k in {*choices, self.k}]
-        if len(asked) < len(self.drafts):
-            sizes.append(self.k)
-        p_drafts = [proposal.p_draft for proposal in proposals if proposal is not None]
-        random = [p_draft for p_draft in p_drafts if p_draft is not None]
+        lengths = {draft: [min(self.k, draft.max_k)] for draft in self.drafts}
+        if self.automatic:
+            lengths = {draft: draft.choices(self.k) for draft in self.drafts}
+        proposals = [draft.propose(batch, k) for draft in self.drafts if not draft.is_free for k in lengths[draft]]
+        random = [proposal.p_draft for proposal in proposals if proposal and proposal.p_draft is not None]
 
         self._run_target(batch, None)
         nothing = [[] for _ in batch.rows]
-        for width in [width for width in WIDTHS[1:] if width // 2 <= max(sizes)]:
+        most = max(max(choices) for choices in lengths.values())
+        for width in [width for width in WIDTHS[1:] if width // 2 <= most]:
             if not random or len(self.drafts) > 1:
                 self._verify(batch, Proposal(nothing, width - 1))
             if random:

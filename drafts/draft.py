@@ -64,6 +64,7 @@ class Draft:
     def begin(self, engine: Engine):
         """Called once, before all others."""
         self.engine = engine
+        self.sampling = engine.sampling.without_masks()  # a proposal need not fit a grammar
 
     def add(self, row: int, tokens: list[int], cached: int):
         """The prompt of a request has been read into this cache row.
@@ -85,6 +86,12 @@ class Draft:
         token may be one of the ids from config.n_token on, which only pad the vocabulary.
         """
         raise NotImplementedError
+
+    def fitting(self, batch: Batch, drafted: Tensor) -> list[list[int]]:
+        """The drafted tokens (B,k) of each row, as far as they fit into its cache row. All ranks use
+        rank 0's."""
+        ids = self.engine.model.shard.broadcast(drafted).tolist()
+        return [row_ids[: self.engine.length - 1 - len(row.tokens)] for row, row_ids in zip(batch.rows, ids)]
 
     def observe(self, rows: list, hidden: Tensor):
         """Called after each step with its rows and the hidden states (B,D) that their last tokens

@@ -103,7 +103,6 @@ class Drafter(Draft):
     def begin(self, engine: Engine):
         super().begin(engine)
         self.next_token = engine.steps.compile(next_token)
-        self.sampling = engine.sampling.without_masks()  # a proposal need not fit a grammar
 
     def draw(self, batch: Batch, inputs: tuple, lengths: Tensor, k: int) -> Proposal:
         """Draw k tokens for each batch row, and propose the first `lengths` (B,) of them.

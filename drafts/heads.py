@@ -192,9 +192,9 @@ def check_shapes(path: Path, tensors: dict[str, Tensor], D: int):
     hidden = tensors["down.weight"].numel() // D
     shapes = {
         "gate_up.weight": (2 * hidden, 2 * D),
-        "gate_up.scales": (2 * hidden, groups(2 * D)),
+        "gate_up.scales": (2 * hidden, -(-2 * D // GROUPSIZE)),
         "down.weight": (D, hidden),
-        "down.scales": (D, groups(hidden)),
+        "down.scales": (D, -(-hidden // GROUPSIZE)),
         "vocabulary": (tensors["vocabulary"].numel(),),
     }
     for key, shape in shapes.items():
@@ -215,11 +215,6 @@ def describe_heads(path: Path) -> dict:
     if not isinstance(description, dict) or header.keys() != TENSOR_DTYPES.keys():
         raise UserError(f"{path} is not a file of Medusa heads (training/medusa.py makes them)")
     return description
-
-
-def groups(columns: int) -> int:
-    """The number of groups of GROUPSIZE columns."""
-    return -(-columns // GROUPSIZE)
 
 
 def make_heads(file: HeadsFile, model: Transformer) -> MedusaHeads:
@@ -249,7 +244,6 @@ class MedusaDraft(Draft):
     def begin(self, engine: Engine):
         super().begin(engine)
         self.draw = engine.steps.compile(draw_tokens)
-        self.sampling = engine.sampling.without_masks()  # a proposal need not fit a grammar
         self.no_state = torch.zeros_like(engine.model.norm.weight, dtype=engine.model.dtype)
         self.layers = self.heads.layers_for_kernels(engine.model)
         self.states.clear()
@@ -281,11 +275,8 @@ class MedusaDraft(Draft):
             sampling = self.sampling if batch.random else None
             drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)
 
-        tokens = []
-        for row, ids in zip(batch.rows, model.shard.broadcast(drafted).tolist()):
-            room = self.engine.length - 1 - len(row.tokens)  # in the cache row
-            tokens.append(ids[:room] if row.index in self.states else [])
-        return Proposal(tokens, k)
+        tokens = self.fitting(batch, drafted)
+        return Proposal([ids if row.index in self.states else [] for row, ids in zip(batch.rows, tokens)], k)
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         return k * self.weight_bytes, 0.0

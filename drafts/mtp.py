@@ -42,19 +42,13 @@ class MtpDraft(Draft):
     def begin(self, engine: Engine):
         super().begin(engine)
         self.draw = engine.steps.compile(draw_tokens)
-        self.sampling = engine.sampling.without_masks()  # a proposal need not fit a grammar
 
     def propose(self, batch: Batch, k: int) -> Proposal:
         model = self.engine.model
         k = min(k, self.max_k)
         sampling = self.sampling if batch.random else None
-        drafted = model.shard.broadcast(self.draw(model, self.head, batch.inputs, sampling, k)).tolist()
-
-        tokens = []
-        for row, ids in zip(batch.rows, drafted):
-            room = self.engine.length - 1 - len(row.tokens)  # in the cache row
-            tokens.append(ids[:room])
-        return Proposal(tokens, k)
+        drafted = self.draw(model, self.head, batch.inputs, sampling, k)
+        return Proposal(self.fitting(batch, drafted), k)
 
     def choices(self, k: int) -> list[int]:
         k = min(k, self.max_k)

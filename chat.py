@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cli import UserError, counted, first_line, has_colours, print_status, printable, read_text, without_newline
 from compile import warm_up
-from engine import Engine, Plan, Request, check_prompt, read_with_progress
+from engine import Engine, Request, check_prompt, read_with_progress
 from sampling import RANGES, SamplingParams
 from tokenizer import ChatTemplate, TextStream, Tokenizer, start_of_partial
 
@@ -460,9 +460,7 @@ def chat(session: Session, first: Iterable[str] = ()):
                 text = first.pop(0)
                 print_status(f"> {text}", dim=True)
             else:
-                # Rank 0 sends an empty Plan each second, so that no other rank times out.
-                with session.engine.ranks.repeat(Plan):
-                    text = read_message()
+                text = read_message()
             if text is None or text.strip().lower() in ("exit", "quit"):
                 return
             word = next(iter(text.split()), "")

@@ -227,13 +227,7 @@ class SingleProcess:
     def share(self, work: Callable = lambda: None):
         return work()
 
-    in_turn = share
-
-    def repeat(self, work: Callable):
-        return nullcontext()
-
-    def check_same(self, source):
-        pass
+    open = share
 
 
 @dataclass(frozen=True)
@@ -540,14 +534,13 @@ class Engine:
         start = time.perf_counter()
         rows = [self.rows[index] for index in chunk]
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
+        left = [row.readable - n for row, n in zip(rows, chunk.values())]
         logits = self._prefill(rows, parts)  # (B,V)
 
-        for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
+        for row, part, more, last in zip(rows, parts, left, logits[:, : self.model.config.n_token]):
             row.tokens += part
             row.last_used = start
-            left = row.pause - len(row.tokens)
-            unread = len(row.unread)
-            self.model.offer_snapshot(row.index, left if 0 <= left < unread else unread)
+            self.model.offer_snapshot(row.index, more)
             if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
                 if last.max().isfinite():
                     self._finish(row.request, "length", row)

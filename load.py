@@ -142,10 +142,8 @@ class ModelOptions:
     @property
     def heads_path(self) -> Path:
         """The file of --draft medusa:FILE, by default that of the default model."""
-        for draft in self.draft:
-            if draft.kind == "medusa" and draft.path:
-                return Path(os.path.expanduser(draft.path))
-        return DEFAULT_HEADS
+        paths = [draft.path for draft in self.draft if draft.kind == "medusa" and draft.path]
+        return Path(os.path.expanduser(paths[0])) if paths else DEFAULT_HEADS
 
     @property
     def speculates(self) -> bool:
@@ -175,14 +173,11 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
     add_model_name(parser, add, what)
     add("--list", action=ListModels, nargs=0, help="list the models that are on this machine, with their sizes")
     add("--device", help="cpu, cuda, cuda:1, mps ...; default: the fastest that is available")
-    dtype = "the type of the KV cache, and of weights that are not quantized"
-    add("--dtype", choices=DTYPES, default="bfloat16", help=dtype)
-    dequantize = "unpack quantized weights to --dtype, which takes more memory"
-    add("--dequantize", action="store_true", help=dequantize)
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache, and of weights that are not quantized")
+    add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
     kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
     add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
-    exact = "with quantized weights, do not quantize the activations to 8 bits (CPU)"
-    add("--exact_activations", action="store_true", help=exact)
+    add("--exact_activations", action="store_true", help="do not quantize activations to 8 bits (CPU)")
     return add
 
 
@@ -204,8 +199,7 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     add("--compile_prefill", action="store_true", help="compile prefill with torch.compile")
 
     add = parser.add_argument_group("speculation: several tokens per pass over the weights").add_argument
-    smaller = "a smaller model with the same vocabulary proposes tokens"
-    add("--draft_checkpoint_path", metavar="PATH", help=smaller)
+    add("--draft_checkpoint_path", metavar="PATH", help="a smaller model with the same vocabulary proposes tokens")
     heads = DEFAULT_HEADS.relative_to(Path(__file__).parent)
     kinds = (
         "prompt-lookup: propose what followed the latest tokens earlier in the text; "
@@ -217,8 +211,7 @@ def add_model_options(parser: argparse.ArgumentParser, default_length: str):
         "conversations and in serve.py, with the CPU kernels and without --compile; otherwise none"
     )
     add("--draft", metavar="KIND", action="append", default=[], help=kinds)
-    how_many = "tokens to propose per step; auto (the default): the number that is fastest, measured while running"
-    add("--speculate_k", metavar="N", help=how_many)
+    add("--speculate_k", metavar="N", help="tokens to propose per step; auto (the default): what is fastest")
 
 
 def draft_length(given: int | str) -> int | str:
@@ -243,9 +236,7 @@ def open_checkpoint(name: str | None = None, ranks=None, dequantize: bool = Fals
     tensors of a .gguf file are read as float32.
     """
     ranks = ranks or SingleProcess()
-    checkpoint = ranks.in_turn(lambda: find_checkpoint(name, dequantize))
-    ranks.check_same(checkpoint)
-    return checkpoint
+    return ranks.open(lambda: find_checkpoint(name, dequantize))
 
 
 def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
@@ -315,35 +306,31 @@ def make_engine(checkpoint: Checkpoint, options: ModelOptions, rows: int, length
     if min(rows, length) < 1:
         raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     device = choose_device(ranks.device(options.device))
-    options = replace(options, device=str(device))
-    whole = checkpoint
-    if not wants_mtp(checkpoint, options):
-        checkpoint = checkpoint.without_mtp()
     is_own = is_own_draft(checkpoint, options)
-    options.dequantize = options.dequantize or is_own
+    options = replace(options, dequantize=options.dequantize or is_own)
+    used = with_used_layers(checkpoint, options, device)
 
     drafts = None
     if options.speculates:  # errors in these options are reported before the model is read
         from drafts.loading import Drafts
 
-        drafts = Drafts(whole, Loader(options, ranks))
+        drafts = Drafts(checkpoint, Loader(options, ranks, device))
     if is_own and ranks.rank == 0:
         what = f"the model is dequantized, because {checkpoint.path.name} itself is the draft"
         print_status(f"--draft int4-self: {what}; the file is faster alone or with other drafts")
 
     quantization = None if options.dequantize else checkpoint.quantization
-    caches = state_bytes(checkpoint.config, rows, length, options.dtype, how.snapshot_bytes)
-    check_memory(checkpoint.config, device, options.dtype, caches, quantization, ranks.portion(device))
-    model = load_model(checkpoint, options, ranks.shard(device))
-    decoding = None
+    caches = state_bytes(used.config, rows, length, options.dtype, how.snapshot_bytes)
+    check_memory(used.config, device, options.dtype, caches, quantization, ranks.portion(device))
+    model = read_model(used, options, device, ranks.shard(device))
+    found = []
     if drafts is not None:
-        decoding = make_speculation(drafts.load(model), options.speculate_k)
-    if options.drafts_by_default and device.type == "cpu" and model.backend.thread_invariant:
-        decoding = default_speculation(model, options.speculate_k)
-    if decoding is None and options.speculate_k is not None:
-        raise UserError("--speculate_k: no draft is the default here; name one with --draft, such as prompt-lookup")
-    if decoding is None:
+        found = drafts.load(model)
+    elif options.drafts_by_default and device.type == "cpu" and model.backend.thread_invariant:
+        found = default_drafts(model)
+    if not found:
         model.mtp = None  # nothing drafts with it
+    decoding = make_speculation(found, options.speculate_k)
 
     chunk_tokens = how.chunk_tokens or (128 if quantization else 256)
     how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
@@ -357,11 +344,12 @@ def make_engine(checkpoint: Checkpoint, options: ModelOptions, rows: int, length
     return engine
 
 
-def wants_mtp(checkpoint: Checkpoint, options: ModelOptions) -> bool:
-    """Whether a model's layer that drafts tokens is to be loaded. UserError if --draft asks for it, and
-    the model has none."""
+def with_used_layers(checkpoint: Checkpoint, options: ModelOptions, device: torch.device) -> Checkpoint:
+    """A checkpoint without its layer that drafts tokens if no draft uses that. UserError if --draft asks
+    for it, and the model has none."""
     if "mtp" not in options.draft_kinds:
-        return checkpoint.config.mtp and options.drafts_by_default and options.device == "cpu"
+        is_used = options.drafts_by_default and device.type == "cpu"
+        return checkpoint if is_used else checkpoint.without_mtp()
     if not checkpoint.config.mtp:
         import mtp  # noqa: F401  if the file is missing, the error says so
 
@@ -369,7 +357,7 @@ def wants_mtp(checkpoint: Checkpoint, options: ModelOptions) -> bool:
         if checkpoint.config.delta_net is None:
             what = "has no layer that drafts tokens: only Qwen3.5 to 3.8 have one"
         raise UserError(f"--draft mtp: {checkpoint.path} {what}; --draft prompt-lookup works with every model")
-    return True
+    return checkpoint
 
 
 def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
@@ -382,7 +370,11 @@ def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
 
 
 def make_speculation(drafts: list, speculate_k: int | str | None):
-    """A Speculation with these drafts. speculate_k: as in ModelOptions."""
+    """A Speculation with these drafts, or None without any. speculate_k: as in ModelOptions."""
+    if not drafts and speculate_k is not None:
+        raise UserError("--speculate_k: no draft is the default here; name one with --draft, such as prompt-lookup")
+    if not drafts:
+        return None
     from speculative import Speculation
 
     if speculate_k in (None, "auto"):
@@ -393,19 +385,15 @@ def make_speculation(drafts: list, speculate_k: int | str | None):
     return Speculation(drafts, speculate_k, automatic=False)
 
 
-def default_speculation(model: Transformer, speculate_k: int | str | None):
-    """A Speculation with prompt lookup, and with the model's layer that drafts tokens if it is loaded;
-    None if the optional files that it needs are missing."""
+def default_drafts(model: Transformer) -> list:
+    """Prompt lookup, and the model's layer that drafts tokens if it is loaded. None of them if their
+    files, which are optional, are missing."""
     try:
         from drafts.mtp import MtpDraft
         from drafts.retrieval import RetrievalDraft
-
-        drafts = [RetrievalDraft()]
-        if model.mtp is not None:
-            drafts.append(MtpDraft(model))
-        return make_speculation(drafts, speculate_k)
     except ModuleNotFoundError:
-        return None
+        return []
+    return [RetrievalDraft()] if model.mtp is None else [RetrievalDraft(), MtpDraft(model)]
 
 
 @dataclass
@@ -414,13 +402,14 @@ class Loader:
 
     options: ModelOptions
     ranks: Any
+    device: torch.device
 
     def open(self, name: str) -> Checkpoint:
         return open_checkpoint(name, self.ranks)
 
     def load(self, checkpoint: Checkpoint, shard=WHOLE_MODEL) -> Transformer:
-        plain = replace(self.options, dequantize=False, draft=[], speculate_k=None, drafts_by_default=False)
-        return load_model(checkpoint, plain, shard)
+        plain = replace(self.options, dequantize=False)
+        return read_model(checkpoint.without_mtp(), plain, self.device, shard)
 
     def install(self, model: nn.Module) -> nn.Module:
         return install_kernels(model, self.options.kernels, self.options.exact_activations)
@@ -443,9 +432,12 @@ def load_model(
     options = options or ModelOptions(**fields)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_directory(checkpoint)
-    if not wants_mtp(checkpoint, options):
-        checkpoint = checkpoint.without_mtp()
     device = choose_device(options.device)
+    return read_model(with_used_layers(checkpoint, options, device), options, device, shard)
+
+
+def read_model(checkpoint: Checkpoint, options: ModelOptions, device: torch.device, shard) -> Transformer:
+    """`load_model` on a device, with all layers of the checkpoint."""
     make_installer = choose_installer(device, options.kernels)
     make_installer.prepare_process(options.threads)
     model = checkpoint.empty_model(shard)

@@ -12,7 +12,6 @@ rank ends, all ranks end:
 tp.py says how a model is split over the ranks.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -23,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,8 +48,13 @@ def run_together(main: Callable):
     with 1 after a traceback."""
     ranks = Ranks()
     errors = []
+
+    def run():
+        ranks.connect()
+        return main(ranks)
+
     try:
-        run_command(lambda: ranks.run(main), errors.append)
+        run_command(run, errors.append)
     except SystemExit as end:
         if isinstance(end.code, int) and end.code:
             ranks.abort(end.code, "\n".join(errors))
@@ -79,7 +83,10 @@ class Ranks:
             sys.stderr = sys.stdout
 
     def connect(self):
-        """Set up the store, the watch thread, and a process group for tensors on the CPU."""
+        """Set up the store, the watch thread, and a process group for tensors on the CPU. Signals end
+        the process at once: a Python handler would wait for the end of a collective."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
         self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
         self.store.set(f"alive {self.rank}", "0")
@@ -126,14 +133,6 @@ class Ranks:
         )
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         return dist.PrefixStore(f"fastpath {restarts}", store)
-
-    def run(self, main: Callable):
-        """Connect, and return main(self). Signals end the process at once: a Python handler would
-        wait for the end of a collective."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        self.connect()
-        return main(self)
 
     def shard(self, device: torch.device) -> Shard:
         """This rank's Shard of a model on its device."""
@@ -186,46 +185,25 @@ class Ranks:
             raise result
         return result
 
-    @contextmanager
-    def repeat(self, work: Callable):
-        """A context in which rank 0 shares work() once a second, so that the others' collectives do
-        not time out."""
-        done = threading.Event()
-
-        def send():
-            while not done.wait(1.0):
-                self.share(work)
-
-        thread = threading.Thread(target=send, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-    def in_turn(self, work: Callable):
-        """Call work() on every rank, first on one rank per machine, so that the others find the
-        files that it wrote."""
+    def open(self, work: Callable[[], Checkpoint]) -> Checkpoint:
+        """Call work() on every rank, first on one rank per machine, so that the others find the files
+        that it wrote. Raises UserError if the config or the sizes of the files of the checkpoint differ
+        between ranks."""
         if self.local_rank == 0:
-            result = work()
+            checkpoint = work()
         dist.barrier(self.control)
         if self.local_rank != 0:
-            result = work()
-        return result
+            checkpoint = work()
 
-    def check_same(self, checkpoint: Checkpoint):
-        """Raise UserError if the config or the sizes of the files of a checkpoint differ between
-        ranks."""
+        everyone = [None] * self.size
         about = repr((checkpoint.config, checkpoint.quantization, checkpoint.files.sizes()))
-        digest = hashlib.sha256(about.encode()).hexdigest()
-        digests = [None] * self.size
-        dist.all_gather_object(digests, digest, group=self.control)
-        if other := [rank for rank, value in enumerate(digests) if value != digests[0]]:
+        dist.all_gather_object(everyone, about, group=self.control)
+        if other := [rank for rank, value in enumerate(everyone) if value != everyone[0]]:
             raise UserError(
                 f"{checkpoint.path} of rank {other[0]} is not rank 0's: its config, or the names or "
                 "sizes of its files differ; copy one to all machines"
             )
+        return checkpoint
 
     # ------------------------------------------------------------ shutdown
 

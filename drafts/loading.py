@@ -48,15 +48,13 @@ class Drafts:
         draft = self.checkpoint
         target = self.target
         if "int4-self" in self.options.draft_kinds and draft.config != target.config:
-            said = f"{draft.path} is another model than {target.path}; leave out --draft int4-self"
-            raise UserError(f"--draft int4-self: {said}")
+            differs = f"{draft.path} is another model than {target.path}"
+            raise UserError(f"--draft int4-self: {differs}; leave out --draft int4-self")
         if difference := draft.tokenizer.difference(target.tokenizer):
             raise UserError(f"{draft.path} cannot propose tokens for {target.path}: {difference}")
-        own = draft.config.vocab_size
-        wanted = target.config.vocab_size
-        if target.tokenizer.vocabulary is None and own != wanted:
-            said = f"has {own} tokens, but {target.path} has {wanted}, and no tokenizer"
-            raise UserError(f"{draft.path} {said}")
+        sizes = (draft.config.vocab_size, target.config.vocab_size)
+        if target.tokenizer.vocabulary is None and sizes[0] != sizes[1]:
+            raise UserError(f"{draft.path} has {sizes[0]} tokens, but {target.path} has {sizes[1]}, and no tokenizer")
 
     def check_bits(self):
         """UserError if the target runs in 4 bits already."""
@@ -98,11 +96,11 @@ class Drafts:
             drafts.append(MedusaDraft(self.loader.install(make_heads(file, model))))
         if "int4-self" in kinds:
             draft = self.load_self_draft(model)
-            vocabulary = self.make_vocabulary(file, model, draft.config.vocab_size)
+            vocabulary = self.make_vocabulary(file, model)
             drafts.append(SelfDraft(draft, vocabulary))
         elif self.checkpoint is not None:
             draft = self.loader.load(self.checkpoint)
-            vocabulary = self.make_vocabulary(file, draft, draft.config.vocab_size)
+            vocabulary = self.make_vocabulary(file, draft)
             name = Path(self.options.draft_checkpoint_path).resolve().name
             drafts.append(ModelDraft(draft, vocabulary, name))
         return drafts
@@ -117,12 +115,12 @@ class Drafts:
                 raise
             return None
 
-    def make_vocabulary(self, file: HeadsFile | None, model: Transformer, size: int) -> DraftVocabulary | None:
-        """The vocabulary for a draft that has `size` tokens, with rows of the output head of a
-        model. None without a file."""
+    def make_vocabulary(self, file: HeadsFile | None, model: Transformer) -> DraftVocabulary | None:
+        """The vocabulary for a draft, with rows of the output head of a model that has as many tokens.
+        None without a file."""
         if file is None:
             return None
-        ids = file.vocabulary[file.vocabulary < size]
+        ids = file.vocabulary[file.vocabulary < model.config.vocab_size]
         return self.loader.install(DraftVocabulary(ids, output_head_rows(model, ids)))
 
     def load_self_draft(self, model: Transformer) -> Transformer:
@@ -159,13 +157,8 @@ def own_part(whole: Transformer, model: Transformer) -> Transformer:
 def lookup_name(drafts: list) -> str:
     """The name of the one draft that serves all prompt-lookup and lookup:FILE options, for example
     prompt-lookup+lookup:a.txt. drafts: the values of --draft (load.DraftOption)."""
-    names = []
-    for draft in drafts:
-        if draft.kind == "prompt-lookup":
-            names.append(draft.kind)
-        elif draft.kind == "lookup":
-            names.append(f"lookup:{Path(draft.path).name}")
-    return "+".join(names)
+    used = [draft for draft in drafts if draft.kind in ("prompt-lookup", "lookup")]
+    return "+".join(f"lookup:{Path(draft.path).name}" if draft.path else draft.kind for draft in used)
 
 
 def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:

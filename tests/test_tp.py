@@ -316,7 +316,7 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
         writer.add_config(config)
     quantize_checkpoint(tmp_path / "whole", tmp_path / "q", Quantization("int8", groupsize, head, exceptions))
     options = ModelOptions(dtype=torch.float32, kernels="torch", draft=["int4-self"])
-    drafts = Drafts(open_directory(tmp_path / "q"), Loader(options, SingleProcess()))
+    drafts = Drafts(open_directory(tmp_path / "q"), Loader(options, SingleProcess(), torch.device("cpu")))
     for rank in range(2):
         target = load_model(tmp_path / "q", dtype=torch.float32, kernels="torch", shard=Shard(rank, 2))
         draft = drafts.load_self_draft(target)

@@ -5,17 +5,15 @@ resumed gives the same weights as one that was not.
 """
 
 import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli import (
@@ -30,9 +28,9 @@ from cli import (
 )
 
 WARM_UP = 100  # steps in which the learning rate rises
-SAVE_S = 300.0  # seconds between two writes of the state file
+SAVE_S = 60.0  # seconds between two writes of the state file
 REPORTS = 20  # how often a run reports the quality of the draft
-# Positions whose logits are computed at a time: with 10,000 columns, they fit in the caches
+# Positions whose logits are computed at a time: with 10,000 columns, they fit in the caches of a processor
 ROWS = 256
 
 # ---------------------------------------------------------------- the options
@@ -61,83 +59,22 @@ def make_parser(description: str) -> ArgumentParser:
 # ---------------------------------------------------------------- the loss
 
 
-def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias=None):
+def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | int = 0):
     """The mean over n positions of KL(p_target || p_draft), where p_draft is
     softmax(x @ matrix.T + bias), and p_target is softmax(teacher_x @ teacher_matrix.T + bias).
 
     x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D'), teacher_matrix (m,D') and bias
-    (m,) or None are constants. With a sampled vocabulary, bias gives each sampled token the weight
+    (m,) or 0 are constants. With a sampled vocabulary, bias gives each sampled token the weight
     of those that were not sampled. Products are computed in bfloat16.
-
-    The gradient of the logits is p_draft - p_target. It is computed and used for ROWS positions at
-    a time, so no tensor (n,m) is ever in memory.
     """
-    return KLDivergence.apply(x, matrix, teacher_x, teacher_matrix, bias)
-
-
-class KLDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, matrix, teacher_x, teacher_matrix, bias):
-        n = len(x)
-        x = x.to(torch.bfloat16)
-        matrix = matrix.to(torch.bfloat16)
-        teacher_x = teacher_x.to(torch.bfloat16)
-        teacher_matrix = teacher_matrix.to(torch.bfloat16)
-        total = torch.zeros(())
-        x_grad = torch.empty(x.shape)
-        matrix_grad = torch.zeros(matrix.shape) if ctx.needs_input_grad[1] else None
-
-        for start in range(0, n, ROWS):
-            part = slice(start, start + ROWS)
-            draft = (x[part] @ matrix.t()).float()  # (ROWS,m)
-            target = (teacher_x[part] @ teacher_matrix.t()).float()
-            if bias is not None:
-                draft.add_(bias)
-                target.add_(bias)
-            draft = draft.log_softmax(-1)
-            target = target.log_softmax(-1)
-            p_target = target.exp()
-            total += (target.sub_(draft).mul_(p_target)).sum()
-            logits_grad = draft.exp_().sub_(p_target).div_(n).to(torch.bfloat16)
-            x_grad[part] = (logits_grad @ matrix).float()
-            if matrix_grad is not None:
-                matrix_grad += (logits_grad.t() @ x[part]).float()
-
-        ctx.save_for_backward(x_grad, matrix_grad)
-        return total / n
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_grad, matrix_grad = ctx.saved_tensors
-        if matrix_grad is not None:
-            matrix_grad = matrix_grad * grad
-        return x_grad * grad, matrix_grad, None, None, None
-
-
-# ---------------------------------------------------------------- the state file
-
-
-def save_state(path: Path, state: dict):
-    """Write a dict of tensors and plain values. The file appears when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    torch.save(state, part)
-    os.replace(part, path)
-
-
-def load_state(path: Path) -> dict | None:
-    """What save_state wrote, or None if there is no file."""
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, weights_only=True)
-        keys = {"settings", "step", "parameters", "optimizer"}
-        if not isinstance(state, dict) or state.keys() != keys:
-            raise ValueError("it is not the state of a training run")
-        return state
-    except Exception as error:  # torch raises errors of many types for a damaged file
-        reason = first_line(error)
-        raise UserError(f"{path} cannot be read as the state of a training run: {reason}") from None
+    columns = matrix.to(torch.bfloat16).t()  # (D,m)
+    teacher_columns = teacher_matrix.to(torch.bfloat16).t()
+    total = torch.zeros(())
+    for rows, teacher_rows in zip(x.split(ROWS), teacher_x.split(ROWS)):
+        draft = (rows.to(torch.bfloat16) @ columns).float() + bias  # (ROWS,m)
+        target = (teacher_rows.to(torch.bfloat16) @ teacher_columns).float() + bias
+        total = total + F.kl_div(draft.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True)
+    return total / len(x)
 
 
 # ---------------------------------------------------------------- the training loop
@@ -150,21 +87,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warm_up
     done = (step - warm_up) / max(1, steps - warm_up)
     return peak * 0.5 * (1 + math.cos(math.pi * done))
-
-
-@contextmanager
-def deferred_signals():
-    """Within the block, Ctrl-C and SIGTERM only append their signal number to a list, which the
-    context yields."""
-    received = []
-    before = {}
-    for n in (signal.SIGINT, signal.SIGTERM):
-        before[n] = signal.signal(n, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)
 
 
 class Trainer:
@@ -188,13 +110,17 @@ class Trainer:
         self.resume()
 
     def resume(self):
-        state = load_state(self.state_path)
-        if state is None:
+        if not self.state_path.exists():
             return
-        for name, value in self.settings.items():
-            if state["settings"].get(name) != value:
-                said = f"{self.state_path} belongs to a run with another {name}"
-                raise UserError(f"{said}; delete it for a new run")
+        try:
+            state = torch.load(self.state_path, weights_only=True)
+            others = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
+        except Exception as error:  # torch raises errors of many types for a damaged file
+            reason = f"cannot be read as the state of a training run: {first_line(error)}"
+            raise UserError(f"{self.state_path} {reason}") from None
+        if others:
+            said = f"{self.state_path} belongs to a run with another {others[0]}"
+            raise UserError(f"{said}; delete it for a new run")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
@@ -203,23 +129,24 @@ class Trainer:
         print_status(f"resuming at step {self.step} of {self.steps} from {self.state_path}")
 
     def save(self):
-        parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        state = {"settings": self.settings, "step": self.step, "parameters": parameters}
-        save_state(self.state_path, state | {"optimizer": self.optimizer.state_dict()})
+        """Write the state file. It is replaced when the new one is complete."""
+        part = self.state_path.with_name(self.state_path.name + ".part")
+        state = {"settings": self.settings, "step": self.step, "parameters": self.parameters}
+        torch.save(state | {"optimizer": self.optimizer.state_dict()}, part)
+        part.replace(self.state_path)
 
     def run(self, loss: Callable[[int], Tensor], report: Callable[[], str]):
         """Train to the end.
 
         loss(step) computes the loss of a batch that depends on nothing but `step`. report()
-        describes the quality of the draft in a few words. Ctrl-C and SIGTERM take effect after the
-        current step, when the state file has been written.
+        describes the quality of the draft in a few words.
         """
         every = max(1, self.steps // REPORTS)
         saved = time.monotonic()
         losses = []  # those since the last report
-        with deferred_signals() as signals, progress_bar(self.steps, "training", " steps") as bar:
+        with progress_bar(self.steps, "training", " steps") as bar:
             bar.update(self.step)
-            while self.step < self.steps and not signals:
+            while self.step < self.steps:
                 losses.append(self.take_step(loss(self.step)))
                 bar.update(1)
                 if self.step % every == 0 or self.step == self.steps:
@@ -229,12 +156,6 @@ class Trainer:
                 if time.monotonic() - saved > SAVE_S or self.step == self.steps:
                     self.save()
                     saved = time.monotonic()
-            if signals:
-                self.save()
-        if signals:
-            at = f"step {self.step} of {self.steps}"
-            print_status(f"stopped at {at}; the same command resumes there")
-            signal.raise_signal(signals[0])
 
     def take_step(self, loss: Tensor) -> float:
         for group in self.optimizer.param_groups:

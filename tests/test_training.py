@@ -112,25 +112,6 @@ def test_text_is_the_same_after_an_interruption(tmp_path, write_text):
     assert len({tuple(sample["new"]) for sample in whole.values()}) > 0.5 * len(whole)
 
 
-def test_a_file_with_other_prompts_is_refused(tmp_path, chat_checkpoint, write_text):
-    """And stays as it is. Its seed may be another, or the packages that the prompts come from."""
-    path = tmp_path / "text.jsonl"
-    samples = write_text(path, 90)
-    assert any(index % 2 for index in samples) and not all(index % 2 for index in samples)
-    written, prompts = path.read_bytes(), prompts_of(chat_checkpoint, 5, 6)
-    prompts.check_samples(list(samples.values()), path)
-    prompts.seed = 6
-    reasons = "another seed, or other Python packages were installed"
-    with pytest.raises(UserError, match=reasons):
-        self_text.write_samples(Engine(load_model(chat_checkpoint), 1, 64), None, prompts, path, 200)
-    assert path.read_bytes() == written
-    prompts.seed = 5
-    prompts.texts.words = prompts.texts.words[1:]
-    prompts.texts.passages = prompts.texts.passages[1:]
-    with pytest.raises(UserError, match=reasons):
-        prompts.check_samples(list(samples.values()), path)
-
-
 def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, write_text):
     """A greedy token is the likeliest by its state, also behind the place where a second run went on with the text."""
     path = tmp_path / "text.jsonl"
@@ -150,17 +131,6 @@ def test_the_kept_states_are_those_of_their_tokens(tmp_path, chat_checkpoint, wr
     model.norm.weight[2] += 1  # now it is another model
     with pytest.raises(UserError, match=r"text-\w{12}.states is missing or too short: .* was written by another model"):
         read_teacher_text(path, model)
-
-
-def test_one_process_writes_a_file(tmp_path, chat_checkpoint):
-    model = load_model(chat_checkpoint)
-    file = self_text.SampleFile(tmp_path / "text.jsonl", model)
-    with pytest.raises(UserError, match="another process is writing"):
-        self_text.SampleFile(tmp_path / "text.jsonl", model)
-    file.close()
-    self_text.SampleFile(tmp_path / "text.jsonl", model).close()
-    with pytest.raises(UserError, match="should end in .jsonl"):
-        self_text.SampleFile(tmp_path / "text.states", model)
 
 
 def test_answers_of_one_token_are_kept(tmp_path, chat_checkpoint):
@@ -199,23 +169,6 @@ def test_a_small_batch_ends(tmp_path, chat_checkpoint, rows):
     engine.step = lambda: (next(calls), step())[1]  # StopIteration, if it never ends
     self_text.write_samples(engine, steps, prompts, tmp_path / "text.jsonl", 40)
     assert sum(len(sample["new"]) for sample in self_text.read_samples(tmp_path / "text.jsonl")) >= 40
-
-
-def test_samples_of_a_process_that_has_just_ended_are_kept(tmp_path, chat_checkpoint, write_text, monkeypatch):
-    """It held the lock until then, and has written since this process opened the file."""
-    written, path = write_text(tmp_path / "other.jsonl", 60), tmp_path / "text.jsonl"
-    model = load_model(chat_checkpoint, dtype=torch.float32)
-    source, target = (self_text.hidden_path(tmp_path / name, model) for name in ("other.jsonl", "text.jsonl"))
-
-    def end_of_the_other(file, operation):
-        path.write_bytes((tmp_path / "other.jsonl").read_bytes())
-        target.write_bytes(source.read_bytes())
-
-    monkeypatch.setattr(self_text.fcntl, "flock", end_of_the_other)
-    file = self_text.SampleFile(path, model)
-    file.close()
-    assert file.samples == list(written.values())
-    assert target.read_bytes() == source.read_bytes()
 
 
 def test_frequent_tokens():

@@ -12,7 +12,6 @@ from, in bfloat16, so that training need not run the model again. A run that was
 resumed: prompt number `index` is a function of the seed and the packages only.
 """
 
-import fcntl
 import importlib.metadata
 import inspect
 import json
@@ -21,7 +20,6 @@ import random
 import re
 import sys
 from collections import Counter, defaultdict
-from contextlib import closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -51,7 +49,6 @@ FIRST_LINE = '{"index": '  # how the first line of a file of samples begins
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions
 QUESTION_TOKENS = 64  # the most tokens of a question that the model generates
 PROMPT_TOKENS = 512  # the most tokens of a prompt
-COMPARED = 100  # samples of an existing file whose prompts are checked against the seed
 # Each text ends at a bar or at the end of its line.
 OPENINGS = """What is|What are|Why|How do I|How does|Who was|When|Where|Which|Can you
 Could you explain|Explain|Describe|Write a|Write a short|Write a Python function|Tell me|List
@@ -125,19 +122,6 @@ class Prompts:
             return self.request(index, self.tokenizer.encode(passage)), None
         task = rng.choice(TASKS).format(word=word, other=other, passage=passage)
         return self.answer(index, task), None
-
-    def check_samples(self, samples: list[dict], path: Path):
-        """UserError if the first samples of a file have other prompts. Those with an odd index,
-        whose question the model generated, cannot be checked."""
-        for sample in samples[:COMPARED]:
-            if sample["index"] % 2:
-                continue
-            request, _ = self.first(sample["index"])
-            if sample["prompt"] != request.prompt:
-                raise UserError(
-                    f"{path} has other prompts than --seed {self.seed} gives: it was written with "
-                    "another seed, or other Python packages were installed; take another --out"
-                )
 
     def question(self, opening: str, new_tokens: list[int]) -> str:
         """The question with these first words and what the model generated after them."""
@@ -218,15 +202,10 @@ class SampleFile:
         hidden = hidden_path(path, model)
         try:
             self.lines = path.open("ab")
-            # The lock lasts until the file is closed. It comes before the file is read, because
-            # samples that another process writes in between would be missed.
-            fcntl.flock(self.lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.samples = read_samples(path)
             self.hidden = hidden.open("ab")
-        except BlockingIOError:
-            raise UserError(f"another process is writing {path}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error}") from None
+        self.samples = read_samples(path)
         self.tokens = sum(len(sample["new"]) for sample in self.samples)
         size = 2 * model.config.dim * self.tokens  # bytes
         if self.hidden.tell() < size:
@@ -244,50 +223,38 @@ class SampleFile:
         self.samples.append(sample)
         self.tokens += len(sample["new"])
 
-    def close(self):
-        self.lines.close()
-        self.hidden.close()
-
 
 def write_samples(engine: Engine, steps: RecordedSteps, prompts: Prompts, path: Path, tokens: int):
     """Append samples to a file until it has this many new tokens. The engine runs the functions of
     `steps`."""
     file = SampleFile(path, engine.model)
     done = {sample["index"] for sample in file.samples}
-    index = 0
-    indices = {}  # request -> its index
-    openings = {}  # request for a question -> the first words of the question
-    with closing(file), progress_bar(tokens, path.name, " tokens") as bar:
-        prompts.check_samples(file.samples, path)
+    next_index = 0
+    asked = {}  # request -> (its index, the first words of the question that it asks for or None)
+    with progress_bar(tokens, path.name, " tokens") as bar:
         bar.update(file.tokens)
         while file.tokens < tokens:
             while len(engine.waiting) < max(1, len(engine.rows) // 4):
-                if index not in done:
-                    request, opening = prompts.first(index)
-                    indices[request] = index
-                    openings[request] = opening
+                if next_index not in done:
+                    request, opening = prompts.first(next_index)
+                    asked[request] = (next_index, opening)
                     engine.add(request)
-                index += 1
+                next_index += 1
 
             finished = engine.step()
             # Requests and rows are both in the order in which the requests ended
             for request, row in zip(finished, engine.released, strict=True):
-                sample_index = indices.pop(request)
-                opening = openings.pop(request, None)
+                index, opening = asked.pop(request)
                 states = steps.hidden.pop(row, {})
+                new = request.new_tokens
                 if opening is not None:
-                    question = prompts.question(opening, request.new_tokens)
-                    answer = prompts.answer(sample_index, question)
-                    indices[answer] = sample_index
+                    answer = prompts.answer(index, prompts.question(opening, new))
+                    asked[answer] = (index, None)
                     engine.add(answer)
                 elif request.finish_reason != "error":
-                    new = request.new_tokens
                     first = len(request.prompt) - 1  # the position that the first new token follows
                     hidden = torch.stack([states[first + i] for i in range(len(new))])
-                    sample = {"index": sample_index, "prompt": request.prompt, "new": new}
-                    file.add(sample, hidden)
-                    if len(file.samples) % 500 == 0:
-                        print_status(f"{file.tokens:,} of {tokens:,} tokens")
+                    file.add({"index": index, "prompt": request.prompt, "new": new}, hidden)
                     bar.update(len(new))
 
 

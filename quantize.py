@@ -11,7 +11,6 @@ have chosen it; without any, its weights are rounded.
 """
 
 import re
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from cli import (
     ArgumentParser,
     UserError,
     add_model_name,
-    announced,
+    and_more,
     print_status,
     progress_bar,
     read_text,
@@ -34,7 +33,7 @@ from cli import (
 )
 from cpu.memory import release_freed_memory
 from engine import Engine, Request
-from formats import FORMATS, GPTQ, Quantization, Scheme, int4_grid, matrices, pack, pack_nibbles
+from formats import FORMATS, GPTQ, Quantization, int4_grid, matrices, pack, pack_nibbles
 from layers import ExpertStack, Linear
 from load import open_checkpoint
 from model import Transformer, state_bytes
@@ -52,7 +51,6 @@ SEQUENCE_LENGTH = 512  # the number of tokens in each
 # times (0.5 times for inputs with a decaying spectrum, as real ones are). With more inputs than
 # columns, the damping falls as 1 / inputs.
 EXPERT_DAMPING = 0.5
-NAMED_EXPERTS = 6  # a message names at most this many
 
 
 def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
@@ -96,15 +94,13 @@ def pack_gptq(w: Tensor, hessian: Tensor, groupsize: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Scheme | None]) -> dict[str, dict]:
-    """Quantize the int4 matrices block by block, in one pass of the model over all sequences. Each
-    block's inputs come from the blocks that are quantized already.
+def gptq(model: Transformer, sequences: list[list[int]], groupsize: int) -> dict[str, dict]:
+    """Quantize the matrices of the blocks to int4, block by block, in one pass of the model over all
+    sequences. Each block's inputs come from the blocks that are quantized already.
 
-    sequences: lists of token ids of the same length. schemes: module name -> scheme; only int4
-    modules are quantized. Returns the packed tensors by module name, and replaces the model's
-    weights by the rounded ones.
+    sequences: lists of token ids of the same length. Returns the packed tensors by module name, and
+    replaces the model's weights by the rounded ones.
     """
-    int4 = [name for name, scheme in schemes.items() if scheme and scheme.format == "int4"]
     packed = {}
     unreached = []
     tokens = torch.tensor(sequences)  # (n,S)
@@ -114,72 +110,68 @@ def gptq(model: Transformer, sequences: list[list[int]], schemes: dict[str, Sche
     ropes = model.positions.ropes(input_pos)
     for i, block in enumerate(model.blocks):
         run = partial(run_block, block, x, ropes[block.rope_table], input_pos)
-        modules = dict(block.named_modules(prefix=f"blocks.{i}"))
-        matrices = {name: modules[name] for name in int4 if name in modules}
-        stacks = {name: module for name, module in matrices.items() if isinstance(module, ExpertStack)}
-        linears = {name: module for name, module in matrices.items() if name not in stacks}
-        with inputs_of(block.experts) as expert_inputs:
-            hessians = collect_hessians(linears, run)
-        for name, module in linears.items():
-            C = module.in_features
-            groupsize = schemes[name].groupsize
-            packed[name] = pack_gptq(module.weight, hessians[name], groupsize)
-            module.weight.copy_(FORMATS["int4"].unpack(packed[name], groupsize or C, C))
-        if stacks:
-            groupsizes = {name: schemes[name].groupsize for name in stacks}
-            found, missed = pack_experts(block.experts, torch.cat(expert_inputs), stacks, groupsizes)
-            packed |= found
+        hessians, expert_inputs = collect_inputs(block, run)
+        for name, hessian in hessians.items():
+            weight = block.get_submodule(name).weight
+            packed[f"blocks.{i}.{name}"] = replace_weight(weight, pack_gptq(weight, hessian, groupsize), groupsize)
+        if block.experts is not None:
+            found, missed = pack_experts(block.experts, torch.cat(expert_inputs), groupsize)
+            packed |= {f"blocks.{i}.experts.{name}": parts for name, parts in found.items()}
             unreached += [f"expert {e} of layer {i}" for e in missed]
         x = run()
         print_status(f"block {i + 1} of {len(model.blocks)}")
     if unreached:
-        print_status(f"no token of the calibration text chose these, which are rounded: {shortened(unreached)}")
+        print_status(f"no token of the calibration text chose these, which are rounded: {and_more(unreached)}")
     return packed
 
 
-def shortened(names: list[str]) -> str:
-    """The first NAMED_EXPERTS names, and how many more there are."""
-    text = ", ".join(names[:NAMED_EXPERTS])
-    more = len(names) - NAMED_EXPERTS
-    return f"{text} and {more} more" if more > 0 else text
+def replace_weight(weight: Tensor, parts: dict[str, Tensor], groupsize: int) -> dict[str, Tensor]:
+    """Replace a weight (N,C) by the one that parts of int4 stand for. Returns the parts."""
+    C = weight.shape[1]
+    weight.copy_(FORMATS["int4"].unpack(parts, groupsize or C, C))
+    return parts
 
 
-@contextmanager
-def inputs_of(layer: nn.Module | None):
-    """A context that yields a list, to which each pass of a layer adds its inputs (n,D)."""
-    inputs = []
-    if layer is None:
-        yield inputs
-        return
-    hook = layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0].flatten(0, -2)))
-    try:
-        yield inputs
-    finally:
+def collect_inputs(block: nn.Module, run) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The sum of x x^T (C,C) float32 over the inputs x of each linear layer of a block during run(), by
+    the layer's name; and the inputs (n,D) of its experts."""
+    names = {module: name for name, module in block.named_modules() if type(module) is Linear}
+    sums = {name: torch.zeros(module.in_features, module.in_features) for module, name in names.items()}
+    expert_inputs = []
+
+    def add(module, inputs):
+        x = inputs[0].flatten(0, -2)
+        if module is block.experts:
+            expert_inputs.append(x)
+        else:
+            x = x.float()
+            sums[names[module]].addmm_(x.T, x)
+
+    modules = [*names, *filter(None, [block.experts])]
+    hooks = [module.register_forward_pre_hook(add) for module in modules]
+    run()
+    for hook in hooks:
         hook.remove()
+    return sums, expert_inputs
 
 
-def pack_experts(
-    layer: nn.Module, x: Tensor, stacks: dict[str, ExpertStack], groupsizes: dict[str, int]
-) -> tuple[dict[str, dict], list[int]]:
-    """Quantize stacks of a layer's experts, one expert after the other.
+def pack_experts(layer: nn.Module, x: Tensor, groupsize: int) -> tuple[dict[str, dict], list[int]]:
+    """Quantize the experts of a layer, an experts.SparseMLP with inputs x (n,D), one after the other.
 
-    layer: an experts.SparseMLP; x (n,D): its inputs; stacks: its gate_up, its down or both, by the
-    names of the modules. Returns the packed tensors by these names, and the numbers of the experts
-    that none of the inputs chose, whose weights are rounded.
+    Returns the packed tensors of gate_up and down, and the numbers of the experts that none of the
+    inputs chose, whose weights are rounded.
     """
     ids, _ = layer.choose(x[None])
     ids = ids[0]  # (n,k)
-    pieces = {name: [] for name in stacks}
+    pieces = {"gate_up": [], "down": []}
     unreached = []
     for e in range(layer.X):
         h = x[(ids == e).any(1)]
         if len(h) == 0:
             unreached.append(e)
         gate, up = layer.gate_up.multiply_expert(h, e).chunk(2, dim=-1)
-        hidden = F.silu(gate) * up
-        for name, stack in stacks.items():
-            inputs = h if stack is layer.gate_up else hidden
-            pieces[name].append(pack_expert(stack, e, inputs, groupsizes[name]))
+        pieces["gate_up"].append(pack_expert(layer.gate_up, e, h, groupsize))
+        pieces["down"].append(pack_expert(layer.down, e, F.silu(gate) * up, groupsize))
 
     packed = {}
     for name, parts in pieces.items():
@@ -194,38 +186,17 @@ def pack_expert(stack: ExpertStack, e: int, x: Tensor, groupsize: int) -> dict[s
     N = stack.out_features // stack.n_expert
     weight = stack.weight[e * N : (e + 1) * N]
     if n == 0:
-        parts = pack(weight, "int4", groupsize)
-    else:
-        hessian = x.float().T @ x.float()
-        diagonal = hessian.diagonal()
-        diagonal += EXPERT_DAMPING * min(1.0, C / n) * diagonal.mean()
-        parts = pack_gptq(weight, hessian, groupsize)
-    weight.copy_(FORMATS["int4"].unpack(parts, groupsize or C, C))
-    return parts
+        return replace_weight(weight, pack(weight, "int4", groupsize), groupsize)
+    hessian = x.float().T @ x.float()
+    diagonal = hessian.diagonal()
+    diagonal += EXPERT_DAMPING * min(1.0, C / n) * diagonal.mean()
+    return replace_weight(weight, pack_gptq(weight, hessian, groupsize), groupsize)
 
 
 def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
     """Run a block on n sequences one after the other, because the cache has one row. Returns its
     outputs (n,S,D)."""
     return torch.cat([block(states[None], rope, input_pos, None) for states in x])
-
-
-def collect_hessians(linears: dict[str, Linear], run) -> dict[str, Tensor]:
-    """The sum of x x^T over the inputs x of each layer during run(): name -> (C,C) float32."""
-    widths = {name: module.in_features for name, module in linears.items()}
-    sums = {name: torch.zeros(C, C) for name, C in widths.items()}
-
-    def add(name, module, inputs):
-        x = inputs[0].flatten(0, -2).float()
-        sums[name].addmm_(x.T, x)
-
-    hooks = [module.register_forward_pre_hook(partial(add, name)) for name, module in linears.items()]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sums
 
 
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
@@ -283,7 +254,7 @@ def quantize_checkpoint(
     schemes = {name: quantization.scheme(name) for name, _ in matrices(model)}
     gptq_packed = {}
     if quantization.mode == GPTQ:
-        gptq_packed = run_gptq(source, schemes, calibration_file)
+        gptq_packed = run_gptq(source, quantization.groupsize, calibration_file)
     tensors = model.state_dict()
     expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
     total = sum(t.nbytes for t in tensors.values())
@@ -333,19 +304,16 @@ def check_quantizable(source: Checkpoint, out: Path, model: Transformer, quantiz
         )
 
 
-def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_file: Path | None) -> dict[str, dict]:
+def run_gptq(source: Checkpoint, groupsize: int, calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by
     module name."""
     caches = state_bytes(source.config, SEQUENCES, SEQUENCE_LENGTH, torch.bfloat16)
     ck.check_memory(source.config, "cpu", torch.bfloat16, caches)
     model = ck.read_weights(source, source.empty_model())
-    what = "the model writes its calibration text"
-    if calibration_file:
-        what = "reading the calibration text"
-    print_status(what)
+    print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, source.tokenizer, calibration_file)
     try:
-        return gptq(model, sequences, schemes)
+        return gptq(model, sequences, groupsize)
     except ValueError as error:
         raise UserError(f"{source.path}: a matrix of the model {error}") from None
     except torch.linalg.LinAlgError:
@@ -353,51 +321,22 @@ def run_gptq(source: Checkpoint, schemes: dict[str, Scheme | None], calibration_
         raise UserError(f"{source.path}: {what}") from None
 
 
-def rounding_error(source: Checkpoint, quantization: Quantization) -> float:
-    """The root mean square by which rounding moves the weights of the first block, divided by that
-    of the weights."""
-    moved = 0.0
-    size = 0.0
-    weights = source.open_weights()
-    for name, _ in matrices(source.empty_model()):
-        scheme = quantization.scheme(name)
-        if not name.startswith("blocks.0.") or scheme is None:
-            continue
-        tensor = weights.read(f"{name}.weight").float()
-        C = tensor.shape[1]
-        parts = pack(tensor, *scheme)
-        difference = FORMATS[scheme.format].unpack(parts, scheme.groupsize or C, C) - tensor
-        moved += difference.square().sum().item()
-        size += tensor.square().sum().item()
-    return (moved / size) ** 0.5 if size else 0.0
-
-
 def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
-    """Open the source of a command-line argument.
-
-    The weights of a quantized .gguf file are dequantized. A message says what rounding them again
-    loses, and how large the result is.
-    """
+    """Open the source of a command-line argument. The weights of a quantized .gguf file are
+    dequantized, and a message says so."""
     source = open_checkpoint(name)
     if source.quantization is None or source.path.is_dir():
         return source
     before = source.quantization
     texts = "+".join([before.mode, before.head, *before.exceptions.values()])
     formats = ", ".join(sorted({*texts.split("+")} - {"none"}))
-    dense = open_checkpoint(name, dequantize=True)
-    try:
-        with announced("comparing the weights of the first block before and after rounding"):
-            error = rounding_error(dense, quantization)
-    except ValueError:
-        return dense  # quantize_checkpoint says which tensor cannot be packed
     nbytes = sum(size for _, size in source.files.sizes())
     result = ck.total_weight_bytes(source.config, torch.bfloat16, quantization)
     print_status(
-        f"{source.path} is quantized already ({formats}); rounding its weights again, "
-        f"to {quantization.mode}, changes those of the first block by {error:.1%}; "
+        f"{source.path} is quantized already ({formats}); its weights are rounded again, to {quantization.mode}; "
         f"the checkpoint will have {size_text(result)}, the file has {size_text(nbytes)}"
     )
-    return dense
+    return open_checkpoint(name, dequantize=True)
 
 
 def default_directory(args, source: Checkpoint) -> Path:

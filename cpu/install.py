@@ -18,7 +18,6 @@ the activations are float32, the kernels convert the weights to float32 in regis
 """
 
 import sys
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -33,6 +32,7 @@ from cpu.layers import (
     PackedEmbedding,
     PackedLinear,
     PreparedExperts,
+    Registered,
     has_format,
     packed_bytes,
     prepare,
@@ -41,7 +41,7 @@ from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear, repack_layers
 from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, Installer, uses_only
-from layers import Embedding, LayerNorm, Linear, RMSNorm
+from layers import Embedding, Linear
 from model import Block, Transformer
 
 # The operations that `blocks` consists of. If the schema of one of them was changed only in Python,
@@ -232,7 +232,7 @@ def prepare_experts(experts: nn.Module, dtype: torch.dtype):
     experts.max_run_tokens = sys.maxsize if takes_prefill else MAX_DECODE_TOKENS
 
 
-class FusedBlocks:
+class FusedBlocks(Registered):
     """All blocks of a model as one operation, for Backend.run_blocks. Hooks of a block or its layers
     are not called.
 
@@ -241,16 +241,12 @@ class FusedBlocks:
     """
 
     def __init__(self, blocks: Iterable[Block], dtype: torch.dtype):
-        self.arguments = (blocks, dtype)
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
         self.modules = [block.attention._modules for block in blocks if block.attention is not None]
         self.experts = [block.experts for block in blocks if block.experts is not None]
         self.states = [(block.state, state_names(block.state)) for block in blocks if block.attention is None]
-        weakref.finalize(self, torch.ops.fastpath.release_blocks, self.handles).atexit = False
-
-    def __reduce__(self):  # a copy gets handles of its own
-        return FusedBlocks, self.arguments
+        self.keep(torch.ops.fastpath.release_blocks, self.handles, blocks, dtype)
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
         tables = [rope for rope in ropes if rope is not None]  # (cos, sin) each; empty with ALiBi
@@ -278,19 +274,15 @@ class FusedBlocks:
         )
 
 
-class DraftKeys:
+class DraftKeys(Registered):
     """What mtp.DraftLayer.read does, as one operation, for Backend.write_draft_keys. It keeps weights
     as FusedBlocks does."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype):
-        self.arguments = (layer, dtype)
         self.block = prepare_block(layer.block, dtype, only_keys=True)
         self.proj = prepare(layer.proj)
         self.norms = [layer.embedding_norm.weight.float(), layer.hidden_norm.weight.float()]
-        weakref.finalize(self, torch.ops.fastpath.release_blocks, [self.block]).atexit = False
-
-    def __reduce__(self):  # a copy gets a handle of its own
-        return DraftKeys, self.arguments
+        self.keep(torch.ops.fastpath.release_blocks, [self.block], layer, dtype)
 
     def __call__(self, layer, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None):
         attention = layer.block.attention
@@ -334,32 +326,30 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
     attention = block.attention
     config = block.config
     head_norms = [None, None]
-    gates = 0
     vectors = [None] * 4
     net_sizes = [0] * 4
     if attention is not None:
-        head_norms = [norm_tensors(attention.q_norm)[0], norm_tensors(attention.k_norm)[0]]
-        gates = attention.gate_heads
+        head_norms = [attention.q_norm, attention.k_norm]
     elif block.delta_net is not None:
-        net = config.delta_net
-        vectors = delta_net_vectors(block.delta_net)
-        net_sizes = [net.n_key_head, net.n_value_head, net.key_dim, net.value_dim]
+        net = block.delta_net
+        vectors = [net.conv.weight.T.contiguous(), net.decay.weight, net.decay.bias, net.norm.weight]
+        sizes = config.delta_net
+        net_sizes = [sizes.n_key_head, sizes.n_value_head, sizes.key_dim, sizes.value_dim]
     else:
         conv = block.short_conv.conv
         vectors = [conv.weight.T.contiguous(), conv.bias, None, None]
-    norms = [
-        *norm_tensors(block.attention_norm),
-        *norm_tensors(block.mlp_norm),
-        *head_norms,
-        norm_tensors(block.attention_post_norm)[0],
-        norm_tensors(block.mlp_post_norm)[0],
-        *vectors,
-    ]
+
+    tensors = []
+    for norm in (block.attention_norm, block.mlp_norm):
+        tensors += [getattr(norm, "weight", None), getattr(norm, "bias", None)]
+    for norm in (*head_norms, block.attention_post_norm, block.mlp_post_norm):
+        tensors.append(getattr(norm, "weight", None))
     linears = linears_of(block)[:1] if only_keys else linears_of(block)
     layers = [prepare(layer) for layer in linears]  # the block keeps them when released
+    gates = 0 if attention is None else attention.gate_heads
     sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim, gates, *net_sizes]
     return torch.ops.fastpath.prepare_block(
-        norms,
+        tensors + vectors,
         [layer.handle for layer in layers],
         sizes,
         dtype,
@@ -373,15 +363,3 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
         block.rope_table,
         None if block.experts is None or only_keys else block.experts.run.handle,
     )
-
-
-def delta_net_vectors(net: nn.Module) -> list[Tensor]:
-    """The tensors of a recurrent.GatedDeltaNet that are not matrices, as `prepare_block` takes them."""
-    return [net.conv.weight.T.contiguous(), net.decay.weight, net.decay.bias, net.norm.weight]
-
-
-def norm_tensors(norm: RMSNorm | LayerNorm | None) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias of a norm."""
-    if norm is None:
-        return None, None
-    return norm.weight, norm.bias

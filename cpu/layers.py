@@ -24,20 +24,29 @@ def has_format(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLinear) and module.stored_as in FORMATS_WITH_KERNELS
 
 
-class PreparedLayer:
-    """A layer that the kernels have registered under a handle, which is released with this object."""
+class Registered:
+    """What the kernels have registered under handles, until this object is gone. A copy gets handles of
+    its own."""
+
+    def keep(self, release: Callable, handles: list[int], *arguments):
+        """release: the operation that releases the handles. arguments: those of the class."""
+        self.arguments = arguments
+        weakref.finalize(self, release, handles).atexit = False
+
+    def __reduce__(self):
+        return type(self), self.arguments
+
+
+class PreparedLayer(Registered):
+    """A layer that the kernels have registered under a handle."""
 
     def __init__(self, operation: str, *arguments):
         """operation: prepare_layer, or stack_layers with a list of PreparedLayers as `layers`."""
-        self.arguments = (operation, *arguments)
         given = list(arguments)
         if operation == "stack_layers":
             given[0] = [layer.handle for layer in arguments[0]]
         self.handle = getattr(torch.ops.fastpath, operation)(*given)
-        weakref.finalize(self, torch.ops.fastpath.release_layers, [self.handle]).atexit = False
-
-    def __reduce__(self):  # a copy gets a handle of its own
-        return PreparedLayer, self.arguments
+        self.keep(torch.ops.fastpath.release_layers, [self.handle], operation, *arguments)
 
 
 def prepare(layer: MatrixLayer) -> PreparedLayer:
@@ -48,24 +57,21 @@ def prepare(layer: MatrixLayer) -> PreparedLayer:
     return PreparedLayer("prepare_layer", "dense", layer.weight, layer.bias, N, C, 0, True)
 
 
-class PreparedExperts:
-    """The experts of a sparse layer that the kernels have registered under a handle, which is released
-    with this object. It runs the layer for experts.SparseMLP.run."""
+class PreparedExperts(Registered):
+    """The experts of a sparse layer that the kernels have registered under a handle. It runs the layer
+    for experts.SparseMLP.run."""
 
     def __init__(self, layers: list[nn.Module], X: int, k: int, normalized: bool, dtype: torch.dtype):
         """layers: router, gate_up, down, and with a shared expert its gate, gate_up and down. X experts,
         of which each token uses k. dtype: of the activations."""
-        self.arguments = (layers, X, k, normalized, dtype)  # not the SparseMLP: a copy of it contains this copy
         router, gate_up, down, *shared = map(prepare, layers)
         if shared:
             router = PreparedLayer("stack_layers", [router, shared[0]], None)
         sizes = [X, k, layers[1].in_features, layers[2].in_features, layers[-1].in_features if shared else 0]
         handles = [layer.handle for layer in (router, gate_up, down, *shared[1:])]  # the experts keep the layers
         self.handle = torch.ops.fastpath.prepare_experts(handles, sizes, normalized, dtype)
-        weakref.finalize(self, torch.ops.fastpath.release_experts, [self.handle]).atexit = False
-
-    def __reduce__(self):  # a copy gets a handle of its own
-        return PreparedExperts, self.arguments
+        # The arguments are not the SparseMLP: a copy of that contains this copy.
+        self.keep(torch.ops.fastpath.release_experts, [self.handle], layers, X, k, normalized, dtype)
 
     def __call__(self, x: Tensor, input_pos: Tensor, counts: Tensor) -> Tensor:
         return torch.ops.fastpath.sparse_mlp.default(x, input_pos, counts, self.handle)

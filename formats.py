@@ -89,15 +89,11 @@ class Format:
 
     def is_finite(self, parts: dict[str, Tensor]) -> bool:
         """Whether all scales and mins are finite numbers."""
-        if not self.halves_at:
-            return all(torch.isfinite(part).all() for part in parts.values() if part.is_floating_point())
-
-        blocks = parts["blocks"].unflatten(-1, (-1, self.parts[0].count))
-        for at in self.halves_at:
-            exponents = blocks[..., at + 1] & 0x7C
-            if (exponents == 0x7C).any():  # infinity or NaN
-                return False
-        return True
+        numbers = [part for part in parts.values() if part.is_floating_point()]
+        if self.halves_at:
+            blocks = parts["blocks"].unflatten(-1, (-1, self.parts[0].count))
+            numbers = [halves(blocks, at) for at in self.halves_at]
+        return all(torch.isfinite(x).all() for x in numbers)
 
 
 def repeat_groups(x: Tensor, groupsize: int, C: int) -> Tensor:
@@ -413,26 +409,18 @@ class Quantization:
         if not isinstance(self.exceptions, dict):
             raise ValueError(f"quantization exceptions must name formats of modules, not {self.exceptions!r}")
 
-        self._check("mode", self.format)
-        self._check("head", self.head)
-        for name, text in self.exceptions.items():
-            pieces = text.split("+") if isinstance(text, str) else [text]
-            for piece in pieces:
-                self._check(name, piece)
-
-    def _check(self, name: str, text):
-        """ValueError if a text does not name a format, with a groupsize that this format has."""
         known = rf"none|({'|'.join(FORMATS)})(-g[0-9]{{1,4}})?"
-        if not isinstance(text, str) or not re.fullmatch(known, text):
-            raise ValueError(f"quantization {name} must be one of {(*FORMATS, 'none')}, not {text!r}")
-        scheme = self._parse(text)
-        if scheme is None:
-            return
-        sizes = FORMATS[scheme.format].groupsizes
-        if type(scheme.groupsize) is not int or scheme.groupsize not in sizes:
-            raise ValueError(
-                f"quantization groupsize of {name} ({scheme.format}) must be one of {sizes}, not {scheme.groupsize!r}"
-            )
+        texts = [("mode", self.format), ("head", self.head)]
+        texts += [(name, piece) for name, text in self.exceptions.items() for piece in str(text).split("+")]
+        for name, text in texts:
+            if not re.fullmatch(known, str(text)):
+                raise ValueError(f"quantization {name} must be one of {(*FORMATS, 'none')}, not {text!r}")
+            if text == "none":
+                continue
+            format, size = self._parse(text)
+            sizes = FORMATS[format].groupsizes
+            if type(size) is not int or size not in sizes:
+                raise ValueError(f"quantization groupsize of {name} ({format}) must be one of {sizes}, not {size!r}")
 
     def _parse(self, text: str) -> Scheme | None:
         name, _, size = text.partition("-g")
@@ -604,26 +592,19 @@ def repack_layers(model: nn.Module, supported: Iterable[str], why: str = "no ker
         if isinstance(model.get_submodule(name.rpartition(".")[0]), (StackedLinear, Linear)):
             continue  # a piece of a stack, which is replaced as a whole
         layer = model.get_submodule(name)  # one at a time, so that each is freed when it is replaced
-        unsupported = layer_formats(layer) - set(supported)
+        pieces = layer if isinstance(layer, StackedLinear) else [layer]
+        unsupported = {piece.stored_as for piece in pieces} - {None, *supported}
         if not unsupported:
             continue
-        if isinstance(layer, QuantizedLinear):
-            format, _ = SAME_VALUES.get(layer.scheme.format, (None, 0))
-            if format in supported:
-                model.set_submodule(name, convert_layer(layer))
-                continue
+        if isinstance(layer, QuantizedLinear) and SAME_VALUES.get(layer.stored_as, (None, 0))[0] in supported:
+            model.set_submodule(name, convert_layer(layer))
+            continue
         dense = dense_layer(layer, dtype)
         extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
         unpacked |= unsupported
         model.set_submodule(name, dense)
     if unpacked:
         print_status(f"{why} for {', '.join(sorted(unpacked))}: unpacked, which takes {extra / 1e6:.1f} MB more")
-
-
-def layer_formats(layer: QuantizedLinear | StackedLinear) -> set[str]:
-    """The formats of the matrices of a layer."""
-    pieces = layer if isinstance(layer, StackedLinear) else [layer]
-    return {piece.scheme.format for piece in pieces if isinstance(piece, QuantizedLinear)}
 
 
 def convert_layer(layer: QuantizedLinear) -> QuantizedLinear:

@@ -38,10 +38,6 @@ class InstructionSet:
     needs: frozenset[str]  # the flags in /proc/cpuinfo of a processor that has these instructions
     flags: tuple[str, ...]  # the compiler's options
 
-    def is_in(self, processor: frozenset[str]) -> bool:
-        """Whether a processor with these flags has the instructions."""
-        return self.needs <= processor
-
 
 # The best one first. With -march=native, the compiler also uses VNNI, BF16 and AMX where the
 # processor has them.
@@ -79,7 +75,7 @@ def choose_instruction_set(kernels: str) -> InstructionSet:
         here = f"{platform.machine()} under {sys.platform}"
         raise UserError(f"the CPU kernels are for x86 processors under Linux, not for {here}")
     choices = [one for one in INSTRUCTION_SETS if one.name.startswith(kernels) or kernels == "auto"]
-    found = next((one for one in choices if one.is_in(processor_flags())), None)
+    found = next((one for one in choices if one.needs <= processor_flags()), None)
     if found is None:
         missing = ", ".join(sorted(choices[-1].needs - processor_flags()))
         raise UserError(f"the CPU kernels need AVX2, and this processor lacks {missing}")

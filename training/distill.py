@@ -153,9 +153,8 @@ class Distillation:
         self.seed = seed
         self.batches, self.held_out = text.batches(BATCH_TOKENS, epochs, seed)
         self.frequent = frequent_tokens(text.answers, FREQUENT, special)
-        is_other = torch.ones(draft.config.n_token or draft.config.vocab_size, dtype=torch.bool)
-        is_other[self.frequent] = False
-        self.others = is_other.nonzero()[:, 0]
+        tokens = torch.arange(draft.config.n_token or draft.config.vocab_size)
+        self.others = tokens[~torch.isin(tokens, self.frequent)]
 
     def sample_vocabulary(self, step: int) -> tuple[Tensor, Tensor]:
         """The tokens (m,) that have logits in a step, and biases (m,) of these logits, with which
@@ -217,18 +216,15 @@ def write_draft(draft: Transformer, tokenizer_files: TokenizerFiles, out: Path):
 # ---------------------------------------------------------------- the command
 
 
-def parse_arguments():
+def main():
     parser = make_parser(__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--out", type=Path, help="the directory to write; default: NAME-draft, beside the target")
     add("--layers", type=positive, default=3, help="layers of the draft")
     multiple = number(int, "a positive multiple of 32", lambda n: n > 0 and n % 32 == 0)
     add("--width", type=multiple, default=192, help="width of the draft's hidden states")
-    return parser.parse_args()
+    args = parser.parse_args()
 
-
-def main():
-    args = parse_arguments()
     checkpoint = open_checkpoint(args.checkpoint_path)
     source = checkpoint.path.resolve()
     out = args.out or source.with_name(f"{checkpoint.name}-draft")

@@ -197,8 +197,6 @@ class SampleFile:
     """Appends samples to a file, and their hidden states (n,D) to the file beside it."""
 
     def __init__(self, path: Path, model: Transformer):
-        if path.suffix != ".jsonl":
-            raise UserError(f"--out {path} should end in .jsonl")
         hidden = hidden_path(path, model)
         try:
             self.lines = path.open("ab")

@@ -119,11 +119,6 @@ def test_long_passes_are_tried_with_fewer_threads_only_if_processors_are_taken(m
     assert rate(taken.run(30)) > 0.95 / 0.5
 
 
-def test_one_number_leaves_nothing_to_choose(monkeypatch):
-    machine = Machine(monkeypatch, [1], lambda n, t: 0.003)
-    assert {n for _, n, _ in machine.run(5)} == {1}
-
-
 def test_kinds_share_what_trials_may_cost(monkeypatch):
     """Steps of three kinds in turns: one thread is slower, and its first trials cost no more than with one kind."""
     seconds = {"verify 1": 0.004, "verify 2": 0.005, "verify 4": 0.007}
@@ -139,10 +134,6 @@ def test_kinds_share_what_trials_may_cost(monkeypatch):
             now[0] += took
             count.add(took)
     assert 0 < lost < 0.025
-
-
-def test_powers_of_two():
-    assert [powers_of_two(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
 
 
 @pytest.fixture
@@ -206,23 +197,23 @@ def test_bits_under_random_numbers_of_threads(tiny, two_threads, monkeypatch, mo
     assert all(run(lambda: draw.randint(1, 4)) == expected for _ in range(2))
 
 
-def test_processor_time_of_others(monkeypatch):
+def test_processor_time_of_others():
     """What other programs use is what all use less our own. Our own threads do not count."""
     before, end = CpuTimes.now(), threading.Event()
-    if before.all is None:
-        assert before.others_since(before) is None
-        return
     worker = threading.Thread(target=lambda: [None for _ in iter(end.is_set, True)])
     worker.start()
     end.wait(0.4)
     end.set()
     worker.join()
     others = CpuTimes.now().others_since(before)
-    assert 0 <= others <= threads.processors()
-    assert CpuTimes(1.0, 10.0, 4.0).others_since(CpuTimes(0.0, 9.0, 3.5)) == 0.5
-    assert CpuTimes(1.0, 10.0, 4.0).others_since(CpuTimes(0.0, 9.0, 2.0)) == 0
-    assert CpuTimes(1.0, None, 4.0).others_since(CpuTimes(0.0, 9.0, 2.0)) is None
-    assert CpuTimes(0.05, 10.0, 4.0).others_since(CpuTimes(0.0, 9.0, 2.0)) is None  # too short
+    assert before.all is None or 0 <= others <= threads.processors()
+    for now, own_before, expected in (
+        (CpuTimes(1.0, 10.0, 4.0), 3.5, 0.5),
+        (CpuTimes(1.0, 10.0, 4.0), 2.0, 0),
+        (CpuTimes(1.0, None, 4.0), 2.0, None),
+        (CpuTimes(0.05, 10.0, 4.0), 2.0, None),  # too short
+    ):
+        assert now.others_since(CpuTimes(0.0, 9.0, own_before)) == expected
 
 
 @pytest.mark.parametrize("set_by_user, given, expected", [(False, 1, 2), (True, 1, 1), (True, 7, 2)])
@@ -249,7 +240,7 @@ def system(monkeypatch, tmp_path):
         for name, text in files.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            path.write_text(text)
 
     before = torch.get_num_threads()
     torch.set_num_threads(8)
@@ -281,27 +272,16 @@ CGROUPS = {
     "no cgroups": ({}, 8),
     "v2, in a container": (v2(_="50000 100000\n"), 0.5),
     "v2, no quota": (v2(_="max 100000\n"), 8),
-    "v2, more than the processors": (v2(_="1600000 100000\n"), 8),
     "v2, the parent has less": (v2("0::/a/b", a="150000 100000", a_b="400000 100000"), 1.5),
     "v2, the child has less": (v2("0::/a/b", a="400000 100000", a_b="75000 50000"), 1.5),
-    "v2, the child has none": (v2("0::/a/b", a="300000 100000", a_b="max 100000"), 3),
-    "v2, another cgroup": (v2("0::/a", a_b="100000 100000", c="100000 100000"), 8),
-    "v2, a host's path in a container": (v2("0::/docker/1", _="200000 100000"), 2),
-    "v2, outside of the namespace's root": (v2("0::/../x", _="200000 100000"), 2),
     "v1": (v1("4:memory:/m\n2:cpu:/x", cpu_x="250000 100000"), 2.5),
     "v1, no quota": (v1("2:cpu:/x", cpu="-1 100000", cpu_x="-1 100000"), 8),
     "v1, the parent has less": (v1("2:cpu:/x/y", cpu_x="100000 100000", cpu_x_y="-1 100000"), 1),
     "v1, with cpuacct": (v1("2:cpu,cpuacct:/x", both_x="100000 50000"), 2),
-    "v1, with cpuacct, mounted as cpu": (v1("2:cpuacct,cpu:/x", cpu_x="100000 50000"), 2),
-    "v1, a host's path in a container": (v1("2:cpu,cpuacct:/docker/1", both="300000 100000"), 3),
     "v1, another controller's path": (v1("2:cpu:/\n3:cpuset:/x", cpu_x="100000 100000"), 8),
     "v1 and v2": (v1("2:cpu:/x\n0::/x", cpu_x="300000 100000") | {"sys/fs/cgroup/unified/x/cpu.max": "2 1"}, 2),
     "v2, the path has a colon": (v2("0::/a:b", **{"a:b": "200000 100000"}), 2),
-    "an empty file": (v2(_=""), 8),
-    "one number": (v2(_="100000"), 8),
-    "no numbers": (v2(_="one two"), 8),
     "no period": (v2(_="100000 0"), 8),
-    "no text": (v2(_=b"\xff\xfe 1"), 8),
     "a broken child": (v2("0::/a/b", a="300000 100000", a_b="?"), 3),
     "broken lines": (v2("0", _="100000 100000"), 8),
 }
@@ -333,7 +313,7 @@ def test_ranks_share_the_quota(system, monkeypatch, quota, ranks, expected):
     """Together they have no more threads than the quota allows, except that each has one."""
     system(v2(_=f"{quota} 100000"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    system({f"proc/{threads.os.getppid()}/environ": b"A=1\0"})
+    system({f"proc/{threads.os.getppid()}/environ": "A=1\0"})
     threads.share_processors()
     assert torch.get_num_threads() == expected
 
@@ -427,19 +407,15 @@ def test_the_report_in_words():
     assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]
 
 
-def test_trials_are_counted():
-    threads, before = Threads(), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for trying, trials in ((None, 0), (1, 1), (None, 1), (1, 2)):
-            with threads.of("decode", 1):
-                pass
-            threads.kinds["decode"].trying = trying
-            with threads.of("decode", 1):
-                pass
+def test_trials_are_counted(two_threads):
+    threads = Threads()
+    for trying, trials in ((None, 0), (1, 1), (None, 1), (1, 2)):
+        with threads.of("decode", 1):
+            pass
+        threads.kinds["decode"].trying = trying
+        with threads.of("decode", 1):
+            pass
+        assert threads.trials == trials
+        with threads.of("decode", 1, fixed=True):
             assert threads.trials == trials
-            with threads.of("decode", 1, fixed=True):
-                assert threads.trials == trials
-            threads.kinds["decode"].trying = None
-    finally:
-        torch.set_num_threads(before)
+        threads.kinds["decode"].trying = None

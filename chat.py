@@ -25,7 +25,7 @@ from cli import UserError, counted, first_line, has_colours, print_status, print
 from compile import warm_up
 from engine import Engine, Request, check_prompt, read_with_progress
 from sampling import RANGES, SamplingParams
-from tokenizer import ChatTemplate, TextStream, Tokenizer, start_of_partial
+from tokenizer import ChatTemplate, TextStream, ThoughtSearch, Tokenizer
 
 HELP = """/reset          forget the conversation
 /regenerate     answer the last message again
@@ -329,81 +329,38 @@ def rate(tokens: int, seconds: float) -> str:
 
 
 class AnswerPrinter:
-    """Passes an answer on, piece by piece, and its thoughts dim on a terminal, or not at all.
-
-    Thoughts stand between two marks at the beginning of an answer. self.held is the text that was
-    not passed on yet, because it may be a part of a mark. self.read is the method for the present
-    place in the answer: read_beginning, then read_thoughts if there are any, and at last pass_on.
-    """
+    """Passes an answer on, piece by piece, and its thoughts with their marks dim on a terminal, or not at all."""
 
     def __init__(self, show: Callable[[str], None], marks: tuple[str, str] | None, prompt: str, hides_thoughts: bool):
         """prompt: the end of the text before the answer, which may end with the first mark."""
         self.show = show
         self.hides_thoughts = hides_thoughts
-        self.held = ""
+        self.search = ThoughtSearch(marks, marks is not None and prompt.rstrip().endswith(marks[0]))
         self.is_dim = False
-        self.read = self.pass_on
-        if marks is not None:
-            self.begin, self.end = marks
-            self.read = self.read_beginning
-            if prompt.rstrip().endswith(self.begin):
-                self.start_thoughts()
+        self.skips_space = False  # hidden thoughts were the last
 
     def add(self, text: str, last: bool = False):
         """Pass on this text of the answer. last: no more text follows."""
-        self.held += text
-        self.read(last)
-        if last and self.is_dim:
-            self.show("\033[0m")
+        for kind, part in self.search.add(text, last):
+            is_thought = kind != "answer"
+            if is_thought and self.hides_thoughts:
+                if not self.skips_space:
+                    print_status("(thinking; /thoughts shows it)", dim=True)
+                self.skips_space = True
+                continue
+            self.set_dim(is_thought)
+            if self.skips_space:
+                part = part.lstrip()
+                self.skips_space = part == ""
+            if part:
+                self.show(part)
+        if last:
+            self.set_dim(False)
 
-    def pass_on(self, last: bool):
-        text = self.held
-        self.held = ""
-        if text:
-            self.show(text)
-
-    def read_beginning(self, last: bool):
-        start = self.held.lstrip()
-        if not last and len(start) < len(self.begin) and self.begin.startswith(start):
-            return
-        if start.startswith(self.begin):
-            self.start_thoughts()
-        else:
-            self.read = self.pass_on
-        self.read(last)
-
-    def start_thoughts(self):
-        self.read = self.read_thoughts
-        self.is_dim = has_colours(sys.stdout) and not self.hides_thoughts
-        if self.is_dim:
-            self.show("\033[2m")
-        if self.hides_thoughts:
-            print_status("(thinking; /thoughts shows it)", dim=True)
-
-    def read_thoughts(self, last: bool):
-        text, mark, after = self.held.partition(self.end)
-        end = len(text)
-        if not mark and not last:
-            end = start_of_partial(text, [self.end])
-        self.held = text[end:]
-        if not self.hides_thoughts:
-            self.show(text[:end] + mark)
-        if mark:
-            self.end_thoughts(after)
-
-    def end_thoughts(self, after: str):
-        if self.is_dim:
-            self.show("\033[0m")
-        self.is_dim = False
-        self.held = after
-        self.read = self.skip_space if self.hides_thoughts else self.pass_on
-        self.read(False)
-
-    def skip_space(self, last: bool):
-        self.held = self.held.lstrip()
-        if self.held:
-            self.read = self.pass_on
-            self.pass_on(last)
+    def set_dim(self, is_dim: bool):
+        if is_dim != self.is_dim and has_colours(sys.stdout):
+            self.show("\033[2m" if is_dim else "\033[0m")
+        self.is_dim = is_dim
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from cli import UserError, first_line, printable
 from config import Config
-from tokenizer import Tokenizer
+from tokenizer import ThoughtSearch, Tokenizer
 
 NO_TEXT = "no text fits it"
 TOO_COMPLEX = "the grammar became too complex"  # an error that begins so is not an internal one
@@ -94,9 +95,10 @@ class ThinkingBudget:
 class ThoughtState(NamedTuple):
     """Where an answer stands after some of its tokens."""
 
-    place: str  # "before", "inside" or "after" its thoughts, or "ending", within the forced text
-    text: bytes  # the latest text, as far as it may be a part of a mark
-    count: int  # tokens of the thoughts, or if the place is "ending" of the forced text
+    search: ThoughtSearch
+    tail: bytes = b""  # the latest bytes
+    count: int = 0  # tokens of the thoughts
+    forced: tuple[int, ...] = ()  # the tokens that must follow, because the budget is used up
 
 
 class ThinkingLimit:
@@ -109,9 +111,7 @@ class ThinkingLimit:
         self.budget = budget
         self.vocabulary = vocabulary
         self.grammar = grammar
-        self.state = ThoughtState("before", b"", 0)
-        if budget.begins_inside:
-            self.state = self._inside(b"", 0)
+        self.state = self._limited(ThoughtState(ThoughtSearch(budget.marks, budget.begins_inside)))
 
     def fill(self, masks: Tensor, drafted: Sequence[int] = ()):
         """Write the masks of the next token and of those after each of the drafted tokens, as
@@ -123,8 +123,8 @@ class ThinkingLimit:
 
         state = self.state
         for m, token in enumerate((*drafted, None)):
-            if state.place == "ending":
-                forced = self.budget.end_ids[state.count]
+            if state.forced:
+                forced = state.forced[0]
                 bit = 1 << forced % 32
                 masks[m] = 0
                 masks[m, forced // 32] = (bit ^ 1 << 31) - (1 << 31)  # as a signed number
@@ -140,35 +140,25 @@ class ThinkingLimit:
 
     def _after(self, state: ThoughtState, token: int) -> ThoughtState:
         """The state after one more token."""
-        if state.place == "after":
+        if state.forced:
+            return state._replace(forced=state.forced[1:])
+        if state.search.place == "answer":
             return state
-        if state.place == "ending":
-            is_last = state.count + 1 == len(self.budget.end_ids)
-            return ThoughtState("after" if is_last else "ending", b"", state.count + 1)
-
-        text = state.text + self._bytes(token)
-        if state.place == "inside":
-            return self._inside(text, state.count + 1)
-        text = text.lstrip()
-        begin = self.budget.marks[0].encode()
-        if text.startswith(begin):
-            return self._inside(text.removeprefix(begin), 0)
-        return ThoughtState("before" if begin.startswith(text) else "after", text, 0)
-
-    def _inside(self, text: bytes, count: int) -> ThoughtState:
-        """The state within thoughts after `count` of their tokens, which end with this text."""
-        end = self.budget.marks[1].encode()
-        if end in text:
-            return ThoughtState("after", b"", 0)
-        overrun = count - self.budget.tokens
-        if overrun >= MAX_OVERRUN or (overrun >= 0 and not ends_within_character(text)):
-            return ThoughtState("ending", b"", 0)
-        return ThoughtState("inside", text[-len(end) :], count)
-
-    def _bytes(self, token: int) -> bytes:
+        data = self.vocabulary.token_bytes(token)
         if token in self.vocabulary.special_ids:
-            return self.vocabulary.name(token).encode()
-        return self.vocabulary.token_bytes(token)
+            data = self.vocabulary.name(token).encode()
+        search = copy(state.search)
+        search.add(data.decode("latin-1"))  # a character a byte; all marks are ASCII
+        count = state.count + (state.search.place == "thoughts")
+        return self._limited(ThoughtState(search, (state.tail + data)[-4:], count))
+
+    def _limited(self, state: ThoughtState) -> ThoughtState:
+        """The same state, in which thoughts end here if they have reached their budget."""
+        overrun = state.count - self.budget.tokens
+        may_end = overrun >= MAX_OVERRUN or (overrun >= 0 and not ends_within_character(state.tail))
+        if state.search.place != "thoughts" or not may_end:
+            return state
+        return ThoughtState(ThoughtSearch(None), forced=self.budget.end_ids)
 
 
 def ends_within_character(data: bytes) -> bool:

@@ -1,8 +1,9 @@
 """Converts text to token ids and back, and conversations to text by the model's chat template.
 
 Read down: TokenizerFiles, from which Tokenizer and ChatTemplate are made; Tokenizer; TextStream,
-which decodes tokens one by one, and StopSearch; ChatTemplate; the two kinds of vocabulary, which
-use the `tokenizers` and `sentencepiece` libraries. This file knows nothing of models.
+which decodes tokens one by one, StopSearch and ThoughtSearch; ChatTemplate; the two kinds of
+vocabulary, which use the `tokenizers` and `sentencepiece` libraries. This file knows nothing of
+models.
 
 A vocabulary says which bytes each token stands for, and an incremental UTF-8 decoder turns bytes
 into text. Decoding token by token therefore gives the same text as decoding all tokens at once, and
@@ -236,6 +237,48 @@ class StopSearch:
             self.stop_string = min((s for s in self.strings if text.startswith(s, stop_at)), key=len)
         self.held = text[end:]
         return text[:end]
+
+
+class ThoughtSearch:
+    """Finds the thoughts of an answer that comes in pieces: they stand between two marks at its beginning."""
+
+    def __init__(self, marks: tuple[str, str] | None, begins_inside: bool = False):
+        """marks: None if the model has no thoughts. begins_inside: the first mark stands before the answer."""
+        self.begin, self.end = marks or ("", "")
+        self.place = "thoughts" if begins_inside else "beginning"  # at last "answer"
+        if marks is None:
+            self.place = "answer"
+        self.held = ""  # text that was not returned, because it may be a part of a mark
+
+    def add(self, text: str, last: bool = False) -> list[tuple[str, str]]:
+        """The parts of the text, each after its kind, which is "mark", "thoughts" or "answer".
+
+        White space before the first mark belongs to it. last: nothing follows, so nothing is held back.
+        """
+        text = self.held + text
+        self.held = ""
+        parts = []
+        if self.place == "beginning":
+            space, mark, rest = text.partition(self.begin)
+            if mark and not space.strip():
+                self.place = "thoughts"
+                parts.append(("mark", space + mark))
+                text = rest
+            elif last or not self.begin.startswith(text.lstrip()):
+                self.place = "answer"
+            else:
+                self.held = text
+                text = ""
+        if self.place == "thoughts":
+            thoughts, mark, rest = text.partition(self.end)
+            if mark:
+                self.place = "answer"
+            elif not last:
+                thoughts = text[: start_of_partial(text, [self.end])]
+                self.held = text[len(thoughts) :]
+            parts += [("thoughts", thoughts), ("mark", mark)]
+            text = rest
+        return [part for part in (*parts, ("answer", text)) if part[1]]
 
 
 def start_of_partial(text: str, strings: Iterable[str]) -> int:

@@ -1153,7 +1153,6 @@ IN_THOUGHTS = [
     (f"{HERMES_CALL} then", [BEGIN, END, (Reasoning, None, " then")]),
     (NO_CALL, [(Reasoning, None, NO_CALL)]),
     (HERMES_CALL[:40], [(Reasoning, None, HERMES_CALL[:40])]),
-    (f'<tool_call>{{"name": it {HERMES_CALL}', [(Reasoning, None, '<tool_call>{"name": it '), BEGIN, END]),
     (f"{BAD_CALL}{HERMES_CALL}", [(Reasoning, None, BAD_CALL), BEGIN, END]),
     (f"\n<tool_call>{HERMES_CALL}", [(Reasoning, None, "\n<tool_call>"), BEGIN, END]),
 ]

@@ -288,8 +288,9 @@ def start_of_partial(text: str, strings: Iterable[str]) -> int:
     no such suffix.
     """
     longest = max(map(len, strings), default=0)
+    first = {string[0] for string in strings}
     for at in range(max(0, len(text) - longest + 1), len(text)):
-        if any(string.startswith(text[at:]) for string in strings):
+        if text[at] in first and any(string.startswith(text[at:]) for string in strings):
             return at
     return len(text)
 

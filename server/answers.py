@@ -180,9 +180,9 @@ class AnswerParser:
         """Read the rest of the answer: content, and calls after marks."""
         while True:
             before, mark = self._take_until(self.openers)
+            self.held = mark
             self._emit(Content, before)
             if mark:
-                self.held = mark
                 yield from self._read_calls_after_mark()
             elif self.ended:
                 break

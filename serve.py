@@ -334,6 +334,7 @@ class RunningRequest:
     def update(self) -> Update:
         """What is new since the last update."""
         request = self.request
+        failure = request.failure
         start = self.sent_tokens
         self.sent_tokens = len(request.new_tokens)
         token_ids = request.new_tokens[start:]
@@ -347,15 +348,9 @@ class RunningRequest:
             prompt_logprobs=request.prompt_token_logprobs if start == 0 else [],
             finish_reason=request.finish_reason,
             error=request.error,
-            traceback=traceback_text(request.failure),
+            traceback="".join(traceback.format_exception(failure)) if failure else None,
             token_ids=token_ids,
         )
-
-
-def traceback_text(failure: BaseException | None) -> str | None:
-    if failure is None:
-        return None
-    return "".join(traceback.format_exception(failure))
 
 
 class Shutdown:
@@ -381,9 +376,7 @@ class Shutdown:
         """The state of EngineStatus."""
         if self.deadline is None:
             return "ready"
-        if now <= self.deadline:
-            return "draining"
-        return "ended"
+        return "draining" if now <= self.deadline else "ended"
 
 
 class EngineServer:

@@ -92,8 +92,6 @@ class Choice:
         reason = update.finish_reason
         if reason is None or self.parser is None:
             return reason
-        if self.parser.stops.stopped:
-            reason = "stop"
         if reason == "stop" and self.parser.has_whole_calls:
             return "tool_calls"
         return reason

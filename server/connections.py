@@ -171,11 +171,6 @@ class BodyLimits:
         self.max_bytes = max(MAX_BODY_BYTES, BODY_BYTES_PER_TOKEN * context_length)
         self.free_bytes = max(BODIES_AT_ONCE * self.max_bytes, MIN_BODIES_BYTES)
 
-    def take(self, count: int):
-        if count > self.free_bytes:
-            raise ApiError("too many large bodies at once", 503, code="overloaded", retry_after=1)
-        self.free_bytes -= count
-
 
 @asynccontextmanager
 async def body_of(request: HttpRequest):
@@ -205,7 +200,9 @@ async def collect_body(request: HttpRequest, data: bytearray, limits: BodyLimits
     async for part in request.stream():
         size += len(part)
         if size <= limits.max_bytes:
-            limits.take(len(part))
+            if len(part) > limits.free_bytes:
+                raise ApiError("too many large bodies at once", 503, code="overloaded", retry_after=1)
+            limits.free_bytes -= len(part)
             data += part
         if size > most:
             break

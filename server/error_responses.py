@@ -143,10 +143,6 @@ async def handle_error(request: HttpRequest, error: Exception) -> Response:
         headers = {"Connection": "close"}
 
     if not is_counted:
-        request.app.state.metrics.requests.labels(outcome(error.status)).inc()
+        outcome = {429: "overloaded"}.get(error.status, "refused" if error.status < 500 else "error")
+        request.app.state.metrics.requests.labels(outcome).inc()
     return error_response(error, request.url.path, headers)
-
-
-def outcome(status: int) -> str:
-    """The label of a request with this status in the metrics."""
-    return {429: "overloaded"}.get(status, "refused" if status < 500 else "error")

@@ -125,7 +125,8 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     }
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-        Route("/v1/responses/{name}", kept_endpoint(kept), methods=["GET", "DELETE"]),
+        Route("/v1/responses/{name}", get_endpoint(kept.response)),
+        Route("/v1/responses/{name}", get_endpoint(kept.delete), methods=["DELETE"]),
         Route("/tokenizer_info", get_endpoint(model.tokenizer_info)),
         Route("/v1/models", get_endpoint(lambda: {"object": "list", "data": [model.model_card()]})),
         Route("/v1/models/{name:path}", get_endpoint(model.find_model)),
@@ -191,22 +192,6 @@ def get_endpoint(work: Callable[..., dict]):
     return endpoint
 
 
-def kept_endpoint(kept: KeptResponses):
-    """An endpoint that returns or deletes a response that is kept."""
-
-    async def endpoint(request: HttpRequest):
-        name = request.path_params["name"]
-        response, _ = kept.find(name)
-        if request.query_params.get("stream") in ("true", "1"):
-            raise ApiError("a response that is kept cannot be streamed", param="stream")
-        if request.method == "DELETE":
-            kept.turns.pop(name, None)
-            response = {"id": name, "object": "response", "deleted": True}
-        return json_response(response)
-
-    return endpoint
-
-
 def page_routes() -> list[Route]:
     """The page at /. Its Content-Security-Policy allows only the page's own script and style, and
     requests to this server. No route if page.html is missing."""
@@ -249,7 +234,7 @@ async def respond(updates: UpdateStream, builder: ResponseBuilder):
             raise
         if done:
             first.result()  # raises the error, if it is one
-        return EventStream(updates, builder, first)
+        return event_stream(updates, builder, first)
 
     async for choice, update in updates:
         choice.updates.append(update)
@@ -258,57 +243,54 @@ async def respond(updates: UpdateStream, builder: ResponseBuilder):
     return await asyncio.to_thread(lambda: json_response(builder.whole()))
 
 
-class EventStream:
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+def event_stream(updates: UpdateStream, builder: ResponseBuilder, first: asyncio.Future):
     """Server-sent events, as an ASGI application. While a long prompt is read, the client gets a ping from
-    time to time, because clients and proxies give up if nothing comes."""
+    time to time, because clients and proxies give up if nothing comes.
 
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-    ]
+    first: of the first (choice, update).
+    """
 
-    def __init__(self, updates: UpdateStream, builder: ResponseBuilder, first: asyncio.Future):
-        """first: of the first (choice, update)."""
-        self.updates = updates
-        self.builder = builder
-        self.first = first
-
-    async def __call__(self, scope, receive, send):
+    async def parts(scope) -> AsyncIterator[bytes]:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
-            async for data in self._parts(scope):
+            while not first.done():
+                yield builder.ping
+                await asyncio.wait([first], timeout=PING_S)
+            # In a thread, like `whole` above: the first update may have the log-probabilities of a
+            # whole prompt. Later updates have those of a few tokens, which take 0.3 ms each.
+            yield await asyncio.to_thread(builder.stream_update, *first.result())
+            sent_at = time.monotonic()
+            async for choice, update in updates:
+                part = builder.stream_update(choice, update)
+                if not part and time.monotonic() - sent_at > PING_S:  # the parser holds text back
+                    part = builder.ping
+                if part:
+                    sent_at = time.monotonic()
+                    yield part
+            yield builder.stream_end()
+        except ClientDisconnect:
+            raise
+        except ApiError as error:
+            yield builder.stream_error(error)
+        except Exception as error:
+            yield builder.stream_error(internal_error(scope, error))
+
+    async def app(scope, receive, send):
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            async for data in parts(scope):
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except (ClientDisconnect, asyncio.CancelledError):  # uvicorn cancels this if it shuts down
             scope["status"] = "cancelled"
         finally:
-            self.first.cancel()
-            self.updates.close()
+            first.cancel()
+            updates.close()
 
-    async def _parts(self, scope) -> AsyncIterator[bytes]:
-        try:
-            while not self.first.done():
-                yield self.builder.ping
-                await asyncio.wait([self.first], timeout=PING_S)
-            # In a thread, like `whole` above: the first update may have the log-probabilities of a
-            # whole prompt. Later updates have those of a few tokens, which take 0.3 ms each.
-            yield await asyncio.to_thread(self.builder.stream_update, *self.first.result())
-            sent_at = time.monotonic()
-            async for choice, update in self.updates:
-                part = self.builder.stream_update(choice, update)
-                if not part and time.monotonic() - sent_at > PING_S:  # the parser holds text back
-                    part = self.builder.ping
-                if part:
-                    sent_at = time.monotonic()
-                    yield part
-            yield self.builder.stream_end()
-        except ClientDisconnect:
-            raise
-        except ApiError as error:
-            yield self.builder.stream_error(error)
-        except Exception as error:
-            yield self.builder.stream_error(internal_error(scope, error))
+    return app
 
 
 def json_response(value, status: int = 200) -> Response:

@@ -81,6 +81,14 @@ class KeptResponses:
             raise ApiError(text, 404, param, code)
         return tuple(json.loads(data))
 
+    def response(self, name: str) -> dict:
+        return self.find(name)[0]
+
+    def delete(self, name: str) -> dict:
+        self.find(name)
+        self.turns.pop(name, None)
+        return {"id": name, "object": "response", "deleted": True}
+
 
 # ---------------------------------------------------------------- requests
 

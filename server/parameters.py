@@ -73,12 +73,11 @@ def types_of(schema, root: dict, depth: int = 0) -> Types:
         return types_of(follow(schema, root), root, depth + 1)
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
-        if not isinstance(parts, list) or not parts:
-            continue
-        found = [types_of(part, root, depth + 1) for part in parts]
-        if key == "allOf":
-            return next((types for types in found if types is not None), None)
-        return None if None in found else frozenset().union(*found)
+        if isinstance(parts, list) and parts:
+            found = [types_of(part, root, depth + 1) for part in parts]
+            if key == "allOf":
+                return next((types for types in found if types is not None), None)
+            return None if None in found else frozenset().union(*found)
     return None
 
 
@@ -165,9 +164,8 @@ def value_json(text: str, types: Types) -> str:
 
 def allows(types: Types, kind: str) -> bool:
     """Whether a value of this type is taken for JSON, and not for a string."""
-    if types is None or "string" not in types:
-        return True
-    return kind in types or (kind == "integer" and "number" in types)
+    is_only_json = types is None or "string" not in types
+    return is_only_json or kind in types or (kind == "integer" and "number" in types)
 
 
 def refuse_constant(constant: str):

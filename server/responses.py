@@ -21,7 +21,7 @@ class ResponseBuilder:
 
     `whole` is the response that is not streamed. A stream consists of what `stream_update` returns
     for each update, and ends with `stream_end` or `stream_error`. Before the first update, it may have
-    any number of `ping`. Any class with these members can build responses (EventStream sends them).
+    any number of `ping`. Any class with these members can build responses (http_server.event_stream sends them).
     """
 
     ping = b": ping\n\n"  # a comment, which clients ignore

@@ -273,8 +273,6 @@ def http_process(settings: Settings, listener: socket.socket):
             raise EOFError
     except PIPE_CLOSED:
         process.join(5)
-        if process.exitcode is None:
-            raise UserError("the HTTP process does not answer") from None
         raise UserError(f"the HTTP process has ended (exit code {process.exitcode})") from None
     finally:
         ours.close()
@@ -302,12 +300,10 @@ def end_http_process(process: multiprocessing.Process):
     answers its clients."""
     if not process.is_alive():
         return
-    try:
-        # This ends a process that does not yet watch the pipe. Later, it is ignored.
-        os.kill(process.pid, signal.SIGUSR1)
-        process.join(5)
-    finally:
-        process.kill()
+    # This ends a process that does not yet watch the pipe. Later, it is ignored.
+    os.kill(process.pid, signal.SIGUSR1)
+    process.join(5)
+    process.kill()
 
 
 # ---------------------------------------------------------------- the engine's process

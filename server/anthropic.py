@@ -49,22 +49,22 @@ def anthropic_error(error: ApiError) -> dict:
 def chat_body(body: dict) -> dict:
     """The body of /v1/chat/completions that asks for the same."""
     fields = MessageBody.read(body)
-    settings = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens")
-    chat = {name: getattr(fields, name) for name in settings}
-    chat["stop"] = list(fields.stop_sequences)
-    chat["messages"] = translate_messages(fields)
-    chat["tools"] = [translate_tool(tool) for tool in fields.tools]
     named = {"type": "function", "function": {"name": fields.tool_choice.name}}
     choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-    chat["tool_choice"] = choices[fields.tool_choice.type]
-    chat["parallel_tool_calls"] = not fields.tool_choice.disable_parallel_tool_use
-
+    settings = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens")
+    chat = {name: getattr(fields, name) for name in settings} | {
+        "stop": list(fields.stop_sequences),
+        "messages": translate_messages(fields),
+        "tools": [translate_tool(tool) for tool in fields.tools],
+        "tool_choice": choices[fields.tool_choice.type],
+        "parallel_tool_calls": not fields.tool_choice.disable_parallel_tool_use,
+        "reasoning_effort": fields.output_config.effort,
+    }
     thinking = fields.thinking
     if thinking.type in ("enabled", "disabled"):
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.type == "enabled"}
     if thinking.type == "enabled":
         chat["thinking_budget"] = thinking.budget_tokens
-    chat["reasoning_effort"] = fields.output_config.effort
     format = fields.output_config.format or fields.output_format
     if format is not None:
         described = {"name": "format", "schema": format.schema_, "strict": True}

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.requests import Request as HttpRequest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server.error_responses import OutermostApp, error_body, new_request_id
+from server.error_responses import OutermostApp, new_request_id
 from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json
 
 # A prompt that fits into the context takes fewer bytes for each of its tokens, even if its text is
@@ -66,16 +66,11 @@ class HttpServer(uvicorn.Server):
 class RequestParser(h11.Connection):
     """h11's parser, which here also refuses ambiguous lengths, and heads that are too long."""
 
-    request: h11.Request | None = None  # the current one, once its head is complete
-
     def next_event(self):
         bytes_before = len(self.trailing_data[0])
-        if self.their_state is h11.IDLE:
-            self.request = None
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event
-        self.request = event
 
         # h11 itself refuses a long head only while it is not complete.
         if bytes_before - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
@@ -136,16 +131,10 @@ class HttpConnection(H11Protocol):
 
     def _refusal(self, failure: h11.RemoteProtocolError) -> list[h11.Event]:
         """The response to a request that was refused, as h11's events."""
-        request = self.conn.request
         status = failure.error_status_hint  # h11's own is 431 if a head is too long
-        error = ApiError(f"invalid HTTP request: {failure}", status)
-        path = request.target.decode("ascii") if request is not None else ""
-        body = encode_json(error_body(error, path))
+        body = encode_json(ApiError(f"invalid HTTP request: {failure}", status).body())
         request_id = new_request_id()
-        self.config.log(
-            f"{request_id} {request.method.decode() if request else '?'} {path.partition('?')[0] or '?'} {status}"
-        )
-
+        self.config.log(f"{request_id} ? ? {status}")
         headers = [
             (b"Content-Type", b"application/json"),
             (b"Content-Length", b"%d" % len(body)),

@@ -42,13 +42,12 @@ class EngineClient:
         self.receivers: dict[int, UpdateStream] = {}
         self.parsing = 0  # HTTP requests that are being tokenized
         self.metrics = Metrics()
-        unfinished = self.metrics.add_gauge("requests_unfinished", "Requests that wait or run")
-        unfinished.set_function(lambda: len(self.receivers))
+        gauge = self.metrics.add_gauge
+        gauge("requests_unfinished", "Requests that wait or run").set_function(lambda: len(self.receivers))
         self.state = "starting"  # then the state of the latest EngineStatus, or "broken"
         self.last_heard = time.monotonic()  # when the latest EngineStatus came
         age_text = "Since the engine was last heard from; an idle engine does a step every 0.25 s"
-        age = self.metrics.add_gauge("last_step_age_seconds", age_text)
-        age.set_function(lambda: time.monotonic() - self.last_heard)
+        gauge("last_step_age_seconds", age_text).set_function(lambda: time.monotonic() - self.last_heard)
         self.slowest_step_s = 0.0
         self.finish_times: deque[float] = deque(maxlen=32)  # of the latest requests
 

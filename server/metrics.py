@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,19 +22,15 @@ DRAFT_COUNTS = {  # the keys of speculative.Report's counts that are shown
 class Metrics:
     def __init__(self):
         self.registry = CollectorRegistry()
+        shared = {"namespace": "fastpath", "registry": self.registry}
+        counter = partial(Counter, **shared)
+        histogram = partial(Histogram, **shared, unit="seconds")
+        # A metric that shows a number as it is now: `set` it, or give it a `set_function`.
+        self.add_gauge = partial(Gauge, **shared)
 
-        def counter(name, text, *labels):
-            return Counter(f"fastpath_{name}", text, labels, registry=self.registry)
-
-        def histogram(name, text, buckets):
-            name = f"fastpath_{name}_seconds"
-            return Histogram(name, text, registry=self.registry, buckets=buckets)
-
-        outcomes = "Prompts by outcome (a refused request counts once)"
-        self.requests = counter("requests", outcomes, "outcome")
+        self.requests = counter("requests", "Prompts by outcome (a refused request counts once)", ["outcome"])
         self.prompt_tokens = counter("prompt_tokens_read", "Prompt tokens that were read")
-        reused = "Prompt tokens that were in the cache already"
-        self.cached_tokens = counter("prompt_tokens_reused", reused)
+        self.cached_tokens = counter("prompt_tokens_reused", "Prompt tokens that were in the cache already")
         self.completion_tokens = counter("tokens_written", "New tokens")
         self.waiting = self.add_gauge("requests_waiting", "Requests that wait for a row")
         self.active_rows = self.add_gauge("rows_active", "Rows that have a request")
@@ -41,19 +38,15 @@ class Metrics:
         tasks.set_function(lambda: len(asyncio.all_tasks()))
 
         first = "From the request to its first token"
-        self.first_token = histogram("time_to_first_token", first, WAIT_BUCKETS)
+        self.first_token = histogram("time_to_first_token", first, buckets=WAIT_BUCKETS)
         mean = "Mean time per token of a request after the first"
-        self.per_token = histogram("time_per_token", mean, STEP_BUCKETS)
-        self.step = histogram("step", "A step of the engine", STEP_BUCKETS)
+        self.per_token = histogram("time_per_token", mean, buckets=STEP_BUCKETS)
+        self.step = histogram("step", "A step of the engine", buckets=STEP_BUCKETS)
 
         # The engine's totals in its latest status. The counters get the differences.
         self.total_prefill_tokens = 0
         self.total_draft_counts = {}
-        self.draft_counters = {key: counter(f"draft_{key}", text, "draft") for key, text in DRAFT_COUNTS.items()}
-
-    def add_gauge(self, name: str, text: str) -> Gauge:
-        """A metric that shows a number as it is now: `set` it, or give it a `set_function`."""
-        return Gauge(f"fastpath_{name}", text, registry=self.registry)
+        self.draft_counters = {key: counter(f"draft_{key}", text, ["draft"]) for key, text in DRAFT_COUNTS.items()}
 
     def record_step(self, status: EngineStatus):
         if status.step_s:

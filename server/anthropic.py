@@ -17,13 +17,12 @@ from server.anthropic_requests import (
     SearchResult,
     TextBlock,
     Thinking,
-    Tool,
     ToolReference,
     ToolResult,
     ToolUse,
 )
 from server.api import Choice, CompletionRequest, ServedModel
-from server.openai_requests import ChatBody
+from server.openai_requests import FUNCTION_KEYS, ChatBody, nest
 from server.pipe_messages import Update
 from server.request_fields import ApiError, parse_object
 from server.responses import BlockBuilder
@@ -49,13 +48,13 @@ def anthropic_error(error: ApiError) -> dict:
 def chat_body(body: dict) -> dict:
     """The body of /v1/chat/completions that asks for the same."""
     fields = MessageBody.read(body)
-    named = {"type": "function", "function": {"name": fields.tool_choice.name}}
+    named = nest({"name": fields.tool_choice.name})
     choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
     settings = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens")
     chat = {name: getattr(fields, name) for name in settings} | {
         "stop": list(fields.stop_sequences),
         "messages": translate_messages(fields),
-        "tools": [translate_tool(tool) for tool in fields.tools],
+        "tools": [nest({key: getattr(tool, key) for key in FUNCTION_KEYS}) for tool in fields.tools],
         "tool_choice": choices[fields.tool_choice.type],
         "parallel_tool_calls": not fields.tool_choice.disable_parallel_tool_use,
         "reasoning_effort": fields.output_config.effort,
@@ -122,8 +121,7 @@ def translate_message(message: Message) -> list[dict]:
             text = "\n".join(map(block_text, block.content))
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         elif isinstance(block, ToolUse):
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append(nest({"name": block.name, "arguments": block.input}) | {"id": block.id})
         elif isinstance(block, Thinking):
             thoughts += block.thinking
         elif not isinstance(block, RedactedThinking):
@@ -136,12 +134,6 @@ def translate_message(message: Message) -> list[dict]:
     if message.role == "assistant":
         translated |= {"reasoning_content": thoughts, "tool_calls": calls}
     return [*results, translated]
-
-
-def translate_tool(tool: Tool) -> dict:
-    """A tool as OpenAI's chat has it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function | {"strict": tool.strict}}
 
 
 # Patterns of names in the translated request, and the names of the same fields in Anthropic's.

@@ -67,7 +67,7 @@ class Tool(Fields):
     type: Literal["custom"] = "custom"  # other tools are not supported
     name: Name
     description: str | None = None
-    input_schema: Parameters
+    parameters: Parameters = Field(alias="input_schema")
     strict: bool | None = None
 
 

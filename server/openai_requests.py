@@ -280,6 +280,12 @@ class Function(Fields):
 
 
 FunctionTool = tagged("function", function=Function)
+FUNCTION_KEYS = tuple(Function.model_fields)
+
+
+def nest(function: dict) -> dict:
+    """A function of another API in the form that it has in the tools, calls and tool_choice of a chat."""
+    return {"type": "function", "function": function}
 
 
 class AllowedTools(Fields):

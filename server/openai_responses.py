@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from server.answers import CallArguments, CallBegins, Content, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
+from server.openai_requests import FUNCTION_KEYS, nest
 from server.pipe_messages import Update
 from server.request_fields import MAX_BODY_BYTES, ApiError, encode_json, log_once
 from server.responses import BlockBuilder
@@ -93,12 +94,11 @@ class KeptResponses:
 # ---------------------------------------------------------------- requests
 
 ITEMS = TypeAdapter(list[Item])
-# The fields of a request that the response repeats as they are, and those of a function.
+# The fields of a request that the response repeats as they are.
 REPEATED = (
     "instructions", "previous_response_id", "parallel_tool_calls", "max_output_tokens",
     "metadata", "prompt_cache_key", "safety_identifier", "user",
 )  # fmt: skip
-FUNCTION_KEYS = ("type", "name", "description", "parameters", "strict")
 # Patterns of names in errors of the translated request, and the names in this API.
 RESPONSES_NAMES = {
     r"messages(\[\d+\][\w.\[\]]*)?": "input",
@@ -117,12 +117,13 @@ def parse_response(model: ServedModel, kept: KeptResponses, body: dict) -> Compl
     if fields.previous_response_id is not None:
         _, turn.messages = kept.find(fields.previous_response_id, "previous_response_id")
     read_input(fields.input, turn.messages, int(2 * MAX_BODY_BYTES * kept.largest))
+    functions = read_functions(fields)
     values = {
-        "tools": read_functions(fields), "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [{"type": "function"} | one for one in functions], "tool_choice": body.get("tool_choice") or "auto",
         "text": {"format": fields.text.format},
     }  # fmt: skip
     check_repeated(values)
-    chat = chat_body(fields, values["tools"], with_instructions(fields.instructions, turn.messages))
+    chat = chat_body(fields, functions, with_instructions(fields.instructions, turn.messages))
     completion = model.parse_translated(chat, RESPONSES_NAMES, "resp")
 
     completion.turn = turn
@@ -251,12 +252,6 @@ def read_functions(fields: ResponseBody) -> list[dict]:
             raise ApiError(f"{text}; with optional: true, it is left out", param=f"tools[{i}]")
         log_once(fields.logged, f"tool: {kind}", f"a request has a tool of type {kind!r}, which is ignored")
     return functions
-
-
-def nest(function: dict) -> dict:
-    """A function in the form that it has in the tools, calls and tool_choice of a chat."""
-    details = {key: value for key, value in function.items() if key != "type"}
-    return {"type": "function", "function": details}
 
 
 def nest_tool_choice(choice: ToolChoice):

@@ -11,20 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedEngine, app_settings
-from scripted import events_of as scripted_events
-from servers import KEY
-from starlette.testclient import TestClient
-from test_anthropic import streamed_message
 from test_tools import (
     FORMATS,
     GLM_TEMPLATE,
     MARKS,
     NAMES,
     ONE_BY_ONE,
-    QUESTION,
     REQUEST,
-    SOURCES,
     STRANGE,
     VALUES,
     answered,
@@ -34,15 +27,13 @@ from test_tools import (
     fits,
     function,
     rendered_answer,
-)
+)  # fmt: skip
 from test_tools import compiler as compiler  # fixtures
 from test_tools import files as files
 from test_tools import served as served
 
-from server import http_server
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins
 from server.api import ServedModel
-from server.openai_requests import ChatBody
 from server.parameters import ValueText, property_types, types_of, value_json
 from server.tool_grammars import ToolGrammar, whole_pattern
 from server.tools import Tool
@@ -71,9 +62,8 @@ def test_a_schema_that_refers_to_itself_has_no_types():
     schema = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"anyOf": [{"$ref": "#/properties/b"}]}}}
     assert property_types(schema) == {"a": None, "b": None}
     assert property_types({"properties": 5}) == property_types({"$ref": "#"}) == {}
-    assert property_types({"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"const": ""}}}}}) == {
-        "a": {"string"}
-    }
+    schema = {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"const": ""}}}}}
+    assert property_types(schema) == {"a": {"string"}}
 
 
 @pytest.mark.parametrize(
@@ -274,52 +264,6 @@ def test_a_long_hostile_answer_is_parsed_in_time():
         assert events_of(syntax, [answer]) == [content(answer)]
     (_, (_, _, arguments)) = events_of(syntax, [F + "<parameter=" * 5_000 + END])
     assert arguments == "{}"
-
-
-def test_prompts_of_later_turns_have_what_the_model_has_written(served):
-    """The next turn's prompt begins with the tokens of the first one and the answer's text."""
-    for name in ("qwen3.5", "qwen3-coder"):
-        model = served(name)
-        schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-        body = REQUEST | {"tools": [function("f", schema)]}
-        first = model.chat.read_conversation(ChatBody.read(body)).text
-        text = f"{F}<parameter=a>\nx = 'y'\n</parameter>\n<parameter=b>\n12\n</parameter>\n{END}"
-        thoughts = "Hm.\n</think>\n\n" if name == "qwen3.5" else ""
-        message = answered(model, body, [thoughts + text])["message"]
-        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "It rains."}
-        second = model.chat.read_conversation(ChatBody.read(body | {"messages": [QUESTION, message, result]})).text
-        assert second.startswith(first + thoughts + text)
-
-
-@pytest.mark.parametrize("pieces", [1, 1000])
-def test_the_paths_of_other_apis(files, pieces):
-    """Anthropic's messages and OpenAI's responses, whole and streamed."""
-    engine = ScriptedEngine()
-    app = http_server.make_app(app_settings(files, SOURCES["qwen3-coder"]), engine, "127.0.0.1")
-    client = TestClient(app, "http://localhost", headers={"authorization": f"Bearer {KEY}"})
-    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-    text = f"Sure.\n\n{F}<parameter=a>\n5\n</parameter>\n<parameter=b>\n5\n</parameter>\n{END}"
-    ends = [min(i, len(text)) for i in range(0, len(text) + 1, -(-len(text) // pieces))] + [len(text)]
-
-    def ask(path: str, body: dict):
-        engine.updates = [{"text": text[a:b]} for a, b in zip(ends, ends[1:])]
-        engine.updates[-1]["finish_reason"] = "stop"
-        return client.post(path, json=body)
-
-    tool = {"name": "f", "input_schema": schema}
-    body = {"max_tokens": 50, "messages": [QUESTION], "tools": [tool]}
-    streamed = streamed_message(scripted_events(ask("/v1/messages", body | {"stream": True})))
-    for message in (ask("/v1/messages", body).json(), streamed):
-        said, use = message["content"]
-        assert (said["text"].strip(), use["name"], use["input"]) == ("Sure.", "f", {"a": "5", "b": 5})
-        assert message["stop_reason"] == "tool_use"
-
-    body = {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": schema}]}
-    *_, last = scripted_events(ask("/v1/responses", body | {"stream": True}))
-    for response in (ask("/v1/responses", body).json(), last["response"]):
-        said, use = response["output"]
-        assert said["content"][0]["text"].strip() == "Sure."
-        assert (use["type"], use["arguments"]) == ("function_call", '{"a": "5", "b": 5}')
 
 
 # ---------------------------------------------------------------- grammars

@@ -280,15 +280,8 @@ def test_fields_are_those_of_openais_chat(model, client, engine, fields, transla
     whole_response(client.post(PATH, json={"input": "Hello"} | fields))  # whose fields are the published ones
 
 
-@pytest.mark.parametrize("given, limit", [(None, None), (5, 5), (10**6, None)])
-def test_the_limit_may_be_more_than_fits(model, given, limit):
-    kept = openai_responses.KeptResponses()
-    (choice,) = openai_responses.parse_response(model, kept, {"input": "Hello", "max_output_tokens": given}).choices
-    assert choice.request.max_new_tokens == limit or CONTEXT - len(choice.request.prompt)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("deep", [300, 700, 900, 960, 970, 975, 980])
+@pytest.mark.parametrize("deep", [300, 700, 975])
 @pytest.mark.parametrize("where", ["tools", "tool_choice", "text"])
 def test_values_that_the_response_cannot_repeat_are_refused_at_once(client, engine, where, deep, stream):
     """Numbers beyond the range of a double, and values that nest so deeply that writing them may fail later."""
@@ -323,119 +316,66 @@ DEEP = json.loads('{"not":' * 400 + "{}" + "}" * 400)
 WEB_SEARCH = {"type": "web_search", "external_web_access": False}
 HOSTILE = [  # (fields, the one that is named, a part of the message)
     ({"input": None}, "input", "input must be a string or a list of items"), ({"input": []}, "input", "must be a"),
-    ({"input": 5}, "input", "must be a string or a list"), ({"input": {"role": "user"}}, "input", "must be a string"),
-    ({"input": True}, "input", "must be"), ({"input": [5]}, "input[0]", "must be an object: 5"),
-    ({"input": [[USER]]}, "input[0]", "must be an object"), ({"input": [None]}, "input[0]", "must be an obj"),
-    ({"input": [{}]}, "input[0].role", "is missing"),
-    ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
-    ({"input": [{"content": "x"}]}, "input[0].role", "is missing"),
+    ({"input": {"role": "user"}}, "input", "must be a string"), ({"input": [5]}, "input[0]", "must be an object: 5"),
+    ({"input": [{}]}, "input[0].role", "is missing"), ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
     ({"input": [USER | {"role": "tool"}]}, "input[0].role", "must be 'user', 'assistant'"),
-    ({"input": [USER | {"role": ["user"]}]}, "input[0].role", "must be 'user', 'assistant'"),
-    ({"input": [USER | {"type": "msg"}]}, "input[0].type", "must be one of 'message'"),
-    ({"input": [USER | {"type": 5}]}, "input[0].type", "must be one of 'message'"),
     ({"input": [USER | {"type": ["message"]}]}, "input[0].type", "must be one of 'message'"),
     (items({"type": "item_reference", "id": "msg_1"}), "input[1].type", "must be one of 'message'"),
-    (items({"type": "web_search_call", "id": "x"}), "input[1].type", "'web_search_call'"),
     (items({"type": "x" * 5000}), "input[1].type", "must be one of 'message'"),
-    (items({"type": "compaction", "encrypted_content": "x"}), "input[1].type", "'compaction'"),
+    (items({"type": 0, "role": "user", "content": "x"}), "input[1].type", "must be one of 'message'"),
     (items({"type": "custom_tool_call_output", "call_id": "a", "output": "x"}), "input[1].type", "custom_tool"),
     (items(USER | {"content": 5}), "input[1].content", "must be a string"),
-    (items(USER | {"content": {"type": "input_text"}}), "input[1].content", "must be a string"),
     (items(USER | {"content": ["x"]}), "input[1].content[0]", "must be an object: 'x'"),
     (items(USER | {"content": [{"type": "input_image", "image_url": "data:"}]}), "input[1].content[0].type",
      "'input_image'"),
-    (items(USER | {"content": [{"type": "input_file", "file_id": "x"}]}), "input[1].content[0].type", "'input_file'"),
-    (items(USER | {"content": [{"type": "input_text"}]}), "input[1].content[0].text", "is missing"),
     (items(USER | {"content": [{"type": "input_text", "text": {}}]}), "input[1].content[0].text", "must be a str"),
-    (items(USER | {"content": [{"type": ["input_text"]}]}), "input[1].content[0].type", "must be 'text'"),
     (items(OUTPUT), "input[1].call_id", "input[1]: there is no function_call with its call_id"),
     (items(CALLED, OUTPUT | {"call_id": "b"}), "input[2].call_id", "there is no function_call with its call_id"),
     (items(OUTPUT, CALLED), "input[1].call_id", "there is no function_call"),
     (items(CALLED, OUTPUT | {"call_id": None}), "input[2].call_id", "is missing"),
-    (items(CALLED, OUTPUT | {"call_id": ["a"]}), "input[2].call_id", "must be a string: ['a']"),
-    (items(CALLED, OUTPUT | {"output": None}), "input[2].output", "is missing"),
-    (items(CALLED, OUTPUT | {"output": {"a": 1}}), "input[2].output", "must be a string"),
     (items(CALLED, OUTPUT | {"output": [{"type": "input_image"}]}), "input[2].output[0].type", "'input_image'"),
     (items(CALLED), "input", "whose last one is not a function_call"),
-    (items(CALLED | {"call_id": 5}, OUTPUT), "input[1].call_id", "input[1].call_id must be a string"),
-    (items(CALLED | {"call_id": None}), "input[1].call_id", "is missing"),
-    (items(CALLED | {"name": None}, OUTPUT), "input[1].name", "is missing"),
     (items(CALLED | {"name": "a b"}, OUTPUT), "input[1].name", "must match pattern"),
     (items(CALLED | {"arguments": {"city": "x"}}, OUTPUT), "input[1].arguments", "input[1].arguments must be a string"),
-    (items(CALLED | {"arguments": None}, OUTPUT), "input[1].arguments", "is missing"),
     (items({"type": "reasoning", "summary": "x", "content": 5}), "input[1].content", "must be a string or a list"),
-    (items({"type": "reasoning", "summary": {}, "content": [5]}), "input[1].content[0]", "must be an object: 5"),
-    (items({"type": "reasoning", "content": [{"type": "reasoning_text", "text": 5}]}), "input[1].content[0].text",
-     "must be a"),
-    (items(USER | {"content": "a\ud800"}), "input", "not valid UTF"), ({"input": "a\ud800"}, "input", "not valid UTF"),
-    ({"input": "x " * CONTEXT}, "input", "the prompt has"), ({"input": [USER] * 2000}, "input", "the prompt has"),
-    ({"instructions": 5}, "instructions", "must be a string"), ({"instructions": [USER]}, "instructions", "must be"),
-    ({"instructions": "x " * CONTEXT}, "input", "the prompt has"), ({"model": 5}, "model", "must be a string"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
-    ({"max_output_tokens": "9"}, "max_output_tokens", "must be an integer"),
-    ({"max_output_tokens": 1.5}, "max_output_tokens", "must be an integer"),
-    ({"temperature": -1}, "temperature", "temperature"), ({"top_p": 2}, "top_p", "top_p"),
-    ({"top_p": "x"}, "top_p", "must be a number"), ({"stream": "yes"}, "stream", "must be true or false"),
-    ({"tools": 5}, "tools", "must be a list"), ({"tools": {"type": "function"}}, "tools", "must be a list"),
+    (items(USER | {"content": "a\ud800"}), "input", "not valid UTF"),
+    ({"input": [USER] * 2000}, "input", "the prompt has"),
+    ({"instructions": [USER]}, "instructions", "must be"), ({"model": 5}, "model", "must be a string"),
+    ({"instructions": "x " * CONTEXT}, "input", "the prompt has"), ({"top_p": "x"}, "top_p", "must be a number"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"), ({"temperature": -1}, "temperature", "temp"),
     (tools("x"), "tools[1]", "must be an object: 'x'"), (tools({}), "tools[1].type", "is missing"),
     (tools(WEB_SEARCH), "tools[1]", "tools[1]: a tool of type 'web_search' is not supported, only functions; with opt"),
     (tools({"type": "web_search", "optional": "yes"}), "tools[1]", "'web_search'"),
     (tools(WEB_SEARCH, tool_choice="required"), "tools[1]", "'web_search'"),
-    (tools({"type": "custom", "name": "x"}), "tools[1]", "a tool of type 'custom'"),
-    (tools({"type": "namespace", "name": "x", "description": "", "tools": [TOOL]}), "tools[1]", "'namespace'"),
-    (tools({"type": "mcp", "server_label": "x"}), "tools[1]", "'mcp'"),
-    (tools({"type": [5]}), "tools[1].type", "a string: [5]"),
     (tools(CHAT_TOOL), "tools[1].name", "must match pattern"), (tools(TOOL), "tools", "has 'weather' twice"),
-    (tools(TOOL | {"name": 5}), "tools[1].name", "must be a string: 5"),
     (tools(TOOL | {"name": "f", "parameters": "x"}), "tools[1].parameters", "must be an object: 'x'"),
-    (tools(TOOL | {"name": "f", "strict": "yes"}), "tools[1].strict", "must be true or false: 'yes'"),
-    (tools(TOOL | {"name": "f", "description": 5}), "tools[1].description", "must be a string"),
     ({"tools": [TOOL | {"name": f"f{i}"} for i in range(129)]}, "tools", "at most 128"),
     (tools(tool_choice="maybe"), "tool_choice", "must be 'none', 'auto' or 'required' or an object"),
-    (tools(tool_choice=5), "tool_choice", "must be"), (tools(tool_choice=["auto"]), "tool_choice", "must be"),
-    (tools(tool_choice={}), "tool_choice.type", "is missing: {}"),
     (tools(tool_choice={"type": "web_search"}), "tool_choice.type", "must be one of 'function', 'allowed_tools': 'web"),
     (tools(tool_choice=NAMED | {"name": "g"}), "tool_choice", "there is no tool 'g'"),
-    (tools(tool_choice={"type": "function"}), "tool_choice.name", "is missing"),
     (tools(tool_choice=ALLOWED | {"mode": "often"}), "tool_choice.mode", "must be"),
-    (tools(tool_choice=ALLOWED | {"tools": 5}), "tool_choice.tools", "must be a list"),
     (tools(tool_choice=ALLOWED | {"tools": ["x"]}), "tool_choice.tools[0]", "must be"),
-    ({"tool_choice": "required"}, "tool_choice", "needs tools"), ({"tool_choice": NAMED}, "tool_choice", "needs tools"),
-    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
-    ({"text": "json"}, "text", "must be an object"), ({"text": {"format": "json"}}, "text.format", "must be an object"),
+    ({"tool_choice": NAMED}, "tool_choice", "needs tools"), ({"text": "json"}, "text", "must be an object"),
     ({"text": {"format": {}}}, "text.format.type", "is missing"),
-    ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "text.format.type must be"),
     ({"text": {"format": FORMAT | {"name": None}}}, "text.format.name", "text.format.name must be a string"),
     ({"text": {"format": FORMAT | {"schema": 5}}}, "text.format.schema", "must be an object or true or false: 5"),
-    ({"text": {"format": FORMAT | {"schema": None}}}, "text.format.schema", "is missing"),
     ({"text": {"format": FORMAT | {"schema": {"type": "x"}}}}, "text.format", "not supported: text.format.schema.type"),
     ({"text": {"format": FORMAT | {"schema": DEEP}}}, "text.format", "the schema is not supported"),
-    ({"text": {"format": FORMAT | {"strict": 1}}}, "text.format.strict", "text.format.strict must be true or false"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is not supported, except"),
-    ({"text": {"verbosity": 5}}, "text.verbosity", "must be a string"),
-    ({"reasoning": "high"}, "reasoning", "must be an object"),
-    ({"reasoning": {"effort": 5}}, "reasoning.effort", "must be 'none'"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "must be 'none'"),
-    ({"metadata": "x"}, "metadata", "must be an object"), ({"metadata": {"a": 5}}, "metadata.a", "must be a string: 5"),
-    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "must have at most 16 entries"),
+    ({"metadata": {"a": 5}}, "metadata.a", "must be a string: 5"),
     ({"metadata": {"a": "x" * 513}}, "metadata.a", "512"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "must have at most 16 entries"),
     ({"metadata": {"x" * 65: ""}}, f"metadata.{'x' * 64}", "at most 64"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported; text.format is"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "not supported; reasoning.effort is"),
-    ({"n": 2}, "n", "n is not supported"), ({"n": 0}, "n", "n is not supported"),
-    (items({"type": 0, "role": "user", "content": "x"}), "input[1].type", "must be one of 'message'"),
-    ({"store": "no"}, "store", "must be true or false"),
-    ({"background": True}, "background", "background is not supported"),
-    ({"truncation": "auto"}, "truncation", "truncation is not supported"), ({"truncation": 5}, "truncation", "not sup"),
-    ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
-    ({"conversation": {"id": "conv_1"}}, "conversation", "not supported"),
+    ({"n": 2}, "n", "n is not supported"), ({"background": True}, "background", "background is not supported"),
+    ({"truncation": "auto"}, "truncation", "truncation is not supported"), ({"store": "no"}, "store", "must be true"),
+    ({"conversation": {"id": "conv_1"}}, "conversation", "not supported"), ({"suffix": "x"}, "suffix", "not supported"),
     ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
-    ({"prompt": {"id": "pmpt_1"}}, "prompt", "prompt is not supported"), ({"n": 2}, "n", "n is not supported"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt", "prompt is not supported"), ({"top_logprobs": 2}, "top_logprobs", "not s"),
     ({"messages": [USER]}, "messages", "messages is not supported"), ({"logprobs": True}, "logprobs", "not supported"),
-    ({"top_logprobs": 2}, "top_logprobs", "not supported"), ({"moderation": {"model": "x"}}, "moderation", "not sup"),
-    ({"user": 5}, "user", "must be a string"), ({"prompt_cache_key": {}}, "prompt_cache_key", "must be a string"),
     ({"previous_response_id": 5}, "previous_response_id", "must be a string"),
-    ({"functions": [FUNCTION]}, "functions", "not supported"), ({"suffix": "x"}, "suffix", "not supported"),
 ]  # fmt: skip
 
 
@@ -449,9 +389,7 @@ def test_requests_that_are_refused(client, fields, param, why):
     assert error["param"] == param and why in error["message"] and len(error["message"]) <= 500
 
 
-@pytest.mark.parametrize(
-    "name", ["", "resp_", "resp_" + "0" * 24, "x" * 5000, "../resp", "chatcmpl-1", "\u0000", "resp_\ud83d"]
-)
+@pytest.mark.parametrize("name", ["", "resp_" + "0" * 24, "x" * 5000, "../resp", "resp_\ud83d"])
 def test_ids_that_nobody_has(client, name):
     response = client.post(PATH, content=json.dumps({"input": "Hello", "previous_response_id": name}))
     error = response.json()["error"]
@@ -628,31 +566,19 @@ def test_errors(client, engine):
         response = client.post(PATH, json=body)
         engine.error = None
         assert response.status_code == status and response.json()["error"]["message"] == "no"
-    for content in (b"", b"{", b"[]", b"null", b'{"input": NaN}', b"\xff\xfe", b"[" * 100000):
-        assert client.post(PATH, content=content).status_code == 400
     assert client.get(PATH).status_code == 405
-    for error, code in (
-        (ApiError("the engine has stopped", 503), "server_error"),
-        (ApiError("x", 400), "invalid_prompt"),
-    ):
+    for error, code in ((ApiError("no engine", 503), "server_error"), (ApiError("x", 400), "invalid_prompt")):
         engine.updates = [{"text": "Hi. "}, {"text": "You."}, error]
         events = events_of(client.post(PATH, json=body | {"stream": True}))
         for n, event in enumerate(events):
             check_published(event, EVENTS[event["type"]])
             assert event["sequence_number"] == n
-        assert events[-2] == {"type": "error", "code": code, "message": str(error), "param": None} | {
-            "sequence_number": len(events) - 2
-        }
+        told = {"code": code, "message": str(error)}
+        assert events[-2] == told | {"type": "error", "param": None, "sequence_number": len(events) - 2}
         failed = events[-1]["response"]
         assert events[-1]["type"] == "response.failed" and failed["status"] == "failed"
-        assert failed["error"] == {"code": code, "message": str(error)} and not is_kept_after(
-            client, failed["id"], engine
-        )
-
-
-def is_kept_after(client, name: str, engine) -> bool:
-    answer_with(engine, "Hi.")
-    return is_kept(client, name)
+        answer_with(engine, "Hi.")
+        assert failed["error"] == told and not is_kept(client, failed["id"])
 
 
 # ---------------------------------------------------------------- the official client
@@ -666,26 +592,6 @@ class Weather(pydantic.BaseModel):
     """Of a city."""
 
     city: str
-
-
-def test_the_official_client(official, engine):
-    answer_with(engine, "<think>Hm.</think>Hi.")
-    response = official.create(model="tiny", input="Hello", instructions="Be brief.", max_output_tokens=9)
-    assert response.output_text == "Hi." and response.usage.input_tokens_details.cached_tokens == 4
-    answer_with(engine, "Bye.")
-    assert official.create(model="tiny", input="Go on.", previous_response_id=response.id).output_text == "Bye."
-    assert official.retrieve(response.id).output_text == "Hi."
-    official.delete(response.id)
-    with pytest.raises(openai.NotFoundError):
-        official.retrieve(response.id)
-    with pytest.raises(openai.NotFoundError) as caught:
-        official.create(model="tiny", input="Go on.", previous_response_id=response.id)
-    assert caught.value.code == "previous_response_not_found"
-    answer_with(engine, "Hello there.", 4)
-    deltas = [
-        event.delta for event in official.create(model="tiny", input="Hello", stream=True) if "delta" in event.type
-    ]
-    assert len(deltas) == 4 and "".join(deltas) == "Hello there."
 
 
 @pytest.mark.parametrize("pieces", [1, 30])

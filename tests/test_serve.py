@@ -165,17 +165,6 @@ def test_responses_are_the_answers_of_chats(client, oracle):
         previous, before = response.id, len(prompt) - 2  # whose end the answer may change, when both are tokenized
 
 
-def test_a_stream_of_a_response_that_nobody_reads_ends(server, client):
-    fields = {"max_output_tokens": CONTEXT, "extra_body": {"ignore_eos": True}, "stream": True}
-    stream = client.responses.create(model="tiny", input="Why?", **fields)
-    events = [next(stream) for _ in range(5)]
-    assert events[0].type == "response.created" and events[-1].type == "response.output_text.delta"
-    assert server.metric("rows_active") == 1
-    stream.close()
-    wait_for(server.idle, "the row to be free")
-    assert server.request("GET", f"/v1/responses/{events[0].response.id}")[0] == 404
-
-
 def test_a_stream_on_the_wire(server):
     """Nothing but data lines with an empty line after each, and [DONE] at the end; usage only where it is asked for."""
     body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "stream": True}
@@ -215,25 +204,6 @@ def test_stop_strings(client, oracle, stream):
         assert text == whole[: whole.index(stop[0])] and parts[-1].finish_reason == "stop"
         offsets = [offset for part in parts for offset in part.logprobs.text_offset]
         assert all(offset < len(text) for offset in offsets) and offsets == sorted(offsets)
-        if not stream:
-            assert answer.usage.completion_tokens < 60
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_of_chats(client, oracle, stream):
-    """test_stops.py has those of answers with thoughts and calls."""
-    whole = oracle.text(oracle.template.encode(MESSAGES), 60, context=False)
-    for at in (0, 11, len(whole) // 2):
-        stop = [whole[at : at + 3], "never in the text"]
-        answer = client.chat.completions.create(
-            model="tiny", messages=MESSAGES, max_tokens=60, temperature=0, stop=stop, stream=stream, logprobs=True
-        )
-        choices = [part.choices[0] for part in (answer if stream else [answer])]
-        text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
-        assert text == whole[: whole.index(stop[0])] and choices[-1].finish_reason == "stop"
-        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
-        shown = b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace").lstrip(" ")
-        assert shown.startswith(text.lstrip(" ")) and (not text) == (not entries)
         if not stream:
             assert answer.usage.completion_tokens < 60
 
@@ -379,15 +349,6 @@ def test_paths_and_keys(server):
         assert status == expected and json.loads(answer)["error"]["type"] == "invalid_request_error"
 
 
-def test_with_a_key_any_name_will_do(server):
-    """Without one, pages of other sites and domains are refused (test_http_server.py)."""
-    lines = b"GET /v1/models HTTP/1.0", b"Host: a.example", b"Origin: https://b.example", b"Authorization: Bearer %b"
-    for key, status in ((KEY, b"200"), ("other", b"401")):
-        with closing(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)) as client:
-            client.sendall(b"\r\n".join([*lines, b"", b""]) % key.encode())
-            assert client.recv(100).split()[1] == status
-
-
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 3})
 BEARER = f"Authorization: Bearer {KEY}"
 CROSS_ORIGIN = [  # (method and path, further lines of the head, body, status)
@@ -432,15 +393,12 @@ def test_with_a_key_pages_of_any_site_can_read_every_response(server, start, lin
     assert headers["access-control-allow-origin"] == "*" and "access-control-allow-credentials" not in headers
     exposed = headers["access-control-expose-headers"].split(", ")
     assert {"Retry-After", "x-should-retry", "x-request-id", "request-id"} <= set(exposed)
-    assert (
-        re.fullmatch("req_[0-9a-f]{16}", headers["x-request-id"]) and headers["request-id"] == headers["x-request-id"]
-    )
+    name = headers["x-request-id"]
+    assert re.fullmatch("req_[0-9a-f]{16}", name) and headers["request-id"] == name
     assert status == 204 or answer
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/health", "/", "/nowhere", "*"]
-)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/health", "/", "/nowhere", "*"])
 def test_preflights(server, path):
     """What a browser asks without the key, before it sends a request with it."""
     written = server.metric("tokens_written_total")
@@ -456,16 +414,6 @@ def test_preflights(server, path):
     assert server.metric("tokens_written_total") == written
 
 
-def test_ids_of_requests_reach_clients(client):
-    found = [client.models.with_raw_response.list().headers["x-request-id"] for _ in range(2)]
-    assert len(set(found)) == 2
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("another")
-    assert caught.value.request_id.startswith("req_")
-    answer = client.completions.create(model="tiny", prompt=[5], max_tokens=1)
-    assert answer._request_id.startswith("req_")
-
-
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe\xfd", b'{"prompt": "\\ud800"}', b"[" * 100000,
@@ -477,18 +425,11 @@ def test_bodies_that_are_no_request(server, body):
         assert status == 400 and json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_whole_numbers_are_numbers(server):
-    """Also those beyond int64."""
-    for name, value in {"temperature": 10**20, "top_p": 1, "frequency_penalty": 1, "repetition_penalty": 2}.items():
-        server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, name: value})
-
-
 def test_no_path_of_the_machine_in_an_answer(server, checkpoints):
     for path in ("/v1/models", "/health", "/metrics", "/tokenizer_info", "/version", "/nowhere"):
         assert str(checkpoints[None].parent).encode() not in server.request("GET", path)[1]
-    status, answer = server.request(
-        "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}
-    )
+    messages = [{"role": "user", "content": "\ud800"}]
+    status, answer = server.request("POST", "/v1/chat/completions", {"messages": messages})
     assert status == 400 and b"/" not in json.loads(answer)["error"]["message"].encode()
 
 
@@ -799,37 +740,6 @@ def test_an_http_process_that_ends_while_it_starts(monkeypatch, tmp_path, script
         connection.send("ready")
 
 
-@pytest.mark.parametrize("size", [1, 1 << 24])
-@pytest.mark.parametrize("kind, raised", [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_signals_while_the_http_process_starts(monkeypatch, tmp_path, kind, raised, size, when):
-    """They are handled when it has started, and it is not left behind. It gets none of them from its beginning."""
-    started = []
-
-    def start(process):
-        if when == "before":
-            signal.raise_signal(kind)
-        original(process)
-        started.append(process)
-        if when == "after":
-            os.kill(os.getpid(), kind)
-
-    process_class = multiprocessing.get_context("spawn").Process
-    original = process_class.start
-    monkeypatch.setattr(process_class, "start", start)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        script = f"exec sleep {PATIENCE_S}"
-        with pytest.raises(raised), http_process_by(monkeypatch, tmp_path / "http", script, bytes(size)):
-            pytest.fail("the signal was lost")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    (process,) = started
-    process.join()
-    assert process.exitcode in (-signal.SIGUSR1, -signal.SIGKILL)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
-
-
 def test_the_http_process_begins_with_blocked_signals(monkeypatch, tmp_path):
     out = tmp_path / "blocked"
     code = "import os, pathlib, signal\nblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())"
@@ -867,9 +777,11 @@ def test_an_http_process_that_is_killed_while_the_server_starts(checkpoints, tmp
     assert line == "serve.py: error: the HTTP process has ended (exit code -9)"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seconds", STARTS)
-@pytest.mark.parametrize("kind, codes", [(signal.SIGTERM, (-15, 143, 0)), (signal.SIGINT, (-2, 130))])
+FULL_STARTS = [pytest.param(seconds, marks=pytest.mark.full) for seconds in STARTS]
+
+
+@pytest.mark.parametrize("seconds", [1, *FULL_STARTS])
+@pytest.mark.parametrize("kind, codes", [(signal.SIGINT, (-2, 130)), (signal.SIGTERM, (-15, 143, 0))])
 def test_signals_while_the_server_starts(checkpoints, tmp_path, kind, codes, seconds):
     """A terminal sends them to all processes."""
     with (tmp_path / "log").open("w+") as log:
@@ -897,24 +809,6 @@ def group_members(group: int) -> list[int]:
     """The processes of a process group that have not ended."""
     stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
     return [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_the_http_process_starts(checkpoints, tmp_path):
-    """A terminal sends it to both processes."""
-    with (tmp_path / "log").open("w+") as log:
-        process = start_of(checkpoints, log)
-        try:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            # Python's resource tracker is the other one.
-            wait_for(lambda: len(children.read_text().split()) == 2, "the HTTP process")
-            time.sleep(0.3)  # it imports torch for seconds
-            os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(PATIENCE_S) == 130
-        finally:
-            process.kill()
-        log.seek(0)
-        assert "Traceback" not in log.read()
 
 
 # Runs serve.py --help, and then serve.py, as if the libraries of requirements-serve.txt were not installed.
@@ -1011,39 +905,22 @@ def test_a_host_that_is_no_text():
 # ---------------------------------------------------------------- end tokens that the model does not have
 
 
-NO_END = "no end-of-text token among its 700 tokens (60000)"
-
-
-@pytest.mark.parametrize("ends, refused", [([60000, 1], ""), pytest.param(60000, NO_END, marks=pytest.mark.full)])
-def test_an_end_token_beyond_the_table_and_a_schema(checkpoints, tmp_path, ends, refused):
-    """The grammar is built with those that exist. If none does, the request is refused, and others are served."""
+def test_an_end_token_beyond_the_table_and_a_schema(checkpoints, tmp_path):
+    """The grammar is built with those that exist. test_api.py has models without any."""
     directory = tmp_path / "hf"
     shutil.copytree(checkpoints[None].parent / "hf", directory)
     generation = json.loads((directory / "generation_config.json").read_text())
-    (directory / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": ends}))
-    if refused:
-        named = json.loads((directory / "tokenizer_config.json").read_text())
-        named.pop("eos_token")
-        (directory / "tokenizer_config.json").write_text(json.dumps(named))
-        (directory / "chat_template.jinja").unlink()  # which writes an end token that exists
+    (directory / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [60000, 1]}))
     integer = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
     schema = {"$schema": "https://json-schema.org/draft-07/schema#", "type": "object", "required": ["a"]}
     schema |= {"properties": {"a": integer}, "additionalProperties": False}
-    described = {"name": "a", "schema": schema}
     body = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0}
-    body["response_format"] = {"type": "json_schema", "json_schema": described}
-    strict = body | {"response_format": {"type": "json_schema", "json_schema": described | {"strict": True}}}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     with running(tmp_path / "log", "--checkpoint_path", directory, *OPTIONS) as server:
+        (choice,) = server.post("/v1/completions", body)["choices"]
+        assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"])["a"], int)
+        body["response_format"]["json_schema"]["strict"] = True
         status, answer = server.request("POST", "/v1/completions", body)
-        strict_status, strict_answer = server.request("POST", "/v1/completions", strict)
-        assert strict_status == 400
-        if refused:
-            assert status == 400 and refused in json.loads(answer)["error"]["message"]
-            assert refused in json.loads(strict_answer)["error"]["message"]
-        else:
-            assert status == 200, answer
-            choice = json.loads(answer)["choices"][0]
-            assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"])["a"], int)
-            assert "response_format.json_schema.schema.$schema: " in json.loads(strict_answer)["error"]["message"]
-        assert server.request("POST", "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 3})[0] == 200
+        assert status == 400
+        assert "response_format.json_schema.schema.$schema: " in json.loads(answer)["error"]["message"]
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SPARSE, read_model, write_random
 from conftest import ROOT, random_prompts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,18 +47,6 @@ def test_losses_equal_transformers(tiny, tiny_model, name):
         targets = torch.tensor(window.ids[window.first :])
         expected = F.cross_entropy(logits[window.first - 1 : -1], targets, reduction="none")
         assert torch.allclose(found["loss"].float(), expected, atol=1e-4)
-
-
-def test_losses_of_a_model_with_experts(tmp_path):
-    """Those of its logits token by token."""
-    model = read_model(write_random(tmp_path / "x", SPARSE), torch.float32)
-    model.setup_caches(1, 64)
-    [ids] = random_prompts((50,))
-    found = scores([model], Window(ids, 9))["loss"]
-    with torch.no_grad():
-        steps = [model(torch.tensor([[token]]), torch.tensor([[i]])) for i, token in enumerate(ids[:-1])]
-    expected = F.cross_entropy(torch.cat(steps)[8:], torch.tensor(ids[9:]), reduction="none")
-    assert torch.allclose(found.float(), expected, atol=1e-4)
 
 
 def test_kl_and_agreement_equal_their_definitions(tiny, tiny_model):

@@ -86,25 +86,21 @@ def test_sampled_answers_can_be_repeated(both):
     assert len(set(likeliest)) == 1
 
 
-def test_more_tokens_than_the_context_holds(both):
-    request = instances("generate_until", [("x", {"until": [], "max_gen_toks": CONTEXT})])
-    with pytest.raises(UserError, match="a task asks for 90 new tokens, but the context allows 1 to 89"):
-        both[0].generate_until(request)
-
-
 def test_empty_and_odd_requests(both):
     model = both[0]
     [text] = model.generate_until(instances("generate_until", [("", {"until": [], "max_gen_toks": 5})]))
     assert isinstance(text, str)
     assert model.loglikelihood(instances("loglikelihood", [("some context", "")])) == [(0.0, True)]
+    settings = {"until": [], "max_gen_toks": 5}
     for kind, request, why in (
         ("loglikelihood", ("x", " far" * 300), "tokens at once, but the context holds 90"),
-        ("generate_until", ("x", {"until": [], "max_gen_toks": 0}), "a task asks for 0 new tokens"),
+        ("generate_until", ("x", settings | {"max_gen_toks": 0}), "a task asks for 0 new tokens"),
         (
             "generate_until",
-            ("x", {"until": [], "max_gen_toks": 5, "temperature": -1.0}),
-            "temperature must be a number from 0",
+            ("x", settings | {"max_gen_toks": CONTEXT}),
+            "but the context allows 1 to 89",
         ),
+        ("generate_until", ("x", settings | {"temperature": -1.0}), "temperature must be a number from 0"),
     ):
         with pytest.raises((UserError, ValueError), match=why):  # run_tasks turns both into one line
             getattr(model, kind)(instances(kind, [request]))

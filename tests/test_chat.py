@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import struct
 import subprocess
@@ -21,7 +20,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, random_prompts
-from programs import main
 
 import chat
 import cli
@@ -85,7 +83,7 @@ def test_turns_equal_answers_without_cache(tiny, tiny_model, name, temperature):
     session = make_session(tiny_model(name), 256, letters, letters, temperature, max_new_tokens=9)
     session.set_system(text_of(90, 17, 6))
     for n, text in enumerate([text_of(*range(20, 43)), text_of(7), text_of(*range(100, 105)), text_of(9, 9)]):
-        turn = session.ask(text, lambda piece: None)
+        turn = session.ask(text, quiet)
         assert len(turn.prompt) - turn.cached_tokens == (len(turn.prompt) if n == 0 else len(text) + 5)
     fresh = load_model(tiny(name)[2], dtype=torch.float32)
     for turn in session.turns:
@@ -97,16 +95,16 @@ def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model, mon
     """A new system message, a new conversation that begins with the same words, and an interrupted answer."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=6)
-    session.ask(text_of(50, 51, 52), lambda piece: None)
-    session.ask(text_of(60), lambda piece: None)
+    session.ask(text_of(50, 51, 52), quiet)
+    session.ask(text_of(60), quiet)
     session.set_system(text_of(8, 8))
-    assert session.ask(text_of(70), lambda piece: None).cached_tokens == 0
+    assert session.ask(text_of(70), quiet).cached_tokens == 0
     session.set_system(None)
     session.reset()
-    session.ask(text_of(50, 51, 52, 53), lambda piece: None)
-    assert session.ask(text_of(80), lambda piece: None).cached_tokens == 12
+    session.ask(text_of(50, 51, 52, 53), quiet)
+    assert session.ask(text_of(80), quiet).cached_tokens == 12
     session.reset()
-    assert session.ask(text_of(50, 51, 52, 53), lambda piece: None).cached_tokens == 6, "all but the last token"
+    assert session.ask(text_of(50, 51, 52, 53), quiet).cached_tokens == 6, "all but the last token"
     shown = []
 
     def interrupt(piece):
@@ -125,7 +123,7 @@ def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model, mon
         turn = session.ask(text_of(33), interrupt)
     assert turn.finish_reason == "cancelled" and len(turn.new_tokens) == 4
     assert session.messages[-1] == {"role": "assistant", "content": "".join(shown)}
-    turn = session.ask(text_of(34), lambda piece: None)
+    turn = session.ask(text_of(34), quiet)
     assert len(turn.prompt) - turn.cached_tokens == 1 + 1 + 4, "the interrupted answer's last token was not read yet"
     fresh = load_model(tiny("llama-mha")[2], dtype=torch.float32)
     for turn in session.turns:
@@ -133,11 +131,15 @@ def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model, mon
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def quiet(piece):
+    """Shows nothing of an answer."""
+
+
 def test_interrupted_before_the_answer(tiny_model, monkeypatch):
     """After Ctrl-C while the prompt is read, the message is forgotten, and its part of the cache is not reused."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=3)
-    session.ask(text_of(50, 51), lambda piece: None)
+    session.ask(text_of(50, 51), quiet)
     before, prefill = list(session.messages), session.engine.steps.prefill
 
     def interrupted(*args):
@@ -145,11 +147,11 @@ def test_interrupted_before_the_answer(tiny_model, monkeypatch):
         time.sleep(5)
 
     monkeypatch.setattr(session.engine.steps, "prefill", interrupted)
-    turn = session.ask(text_of(*range(60, 90)), lambda piece: None)
+    turn = session.ask(text_of(*range(60, 90)), quiet)
     assert session.summary(turn) == "[interrupted before the answer; the message is forgotten]"
     assert session.messages == before
     monkeypatch.setattr(session.engine.steps, "prefill", prefill)
-    turn = session.ask(text_of(52), lambda piece: None)
+    turn = session.ask(text_of(52), quiet)
     assert turn.cached_tokens == 7 - 1 + 1, "the first question and answer, up to the answer's last token"
     assert turn.new_tokens == answer_without_cache(tiny_model("llama-mha"), turn)
 
@@ -185,12 +187,12 @@ def test_drafted_tokens_are_counted(tiny_model):
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=1)
     session.engine = Engine(session.engine.model, 1, 256, None, Speculation([RetrievalDraft()], 4, automatic=False))
-    turn = session.ask(text_of(50, 51), lambda piece: None)
+    turn = session.ask(text_of(50, 51), quiet)
     assert "drafted" not in session.summary(turn) + session.statistics()
     session.max_new_tokens = 20
     total = Counter()
     for text in (text_of(60, 61, 60, 61, 60), text_of(70)):
-        turn = session.ask(text, lambda piece: None)
+        turn = session.ask(text, quiet)
         said = f" tokens/s, {session.drafted['accepted']} of {session.drafted['proposed']} drafted tokens accepted; "
         assert said in session.summary(turn)
         assert session.drafted["proposed"] > 0
@@ -220,24 +222,17 @@ def sent_lines(monkeypatch, capsys, *lines, template=None):
         ("  /think", "  /think"),
         ("/", "/"),
         ("/Reset", "RESET"),
-        ("/SYSTEM Be brief.", "SYSTEM 'Be brief.'"),
+        ("/SYSTEM\tBe brief. /no_think", "SYSTEM 'Be brief. /no_think'"),
         ("exit the room", "exit the room"),
-        ("byebye", "byebye"),
         ("/exit! she said", "/exit! she said"),
         ("/etc/hosts is a file", "/etc/hosts is a file"),
         ("/* a comment */", "/* a comment */"),
-        ("/** a comment", "/** a comment"),
         ("/2 is a half", "/2 is a half"),
-        ("/_/", "/_/"),
         ("//exit", "/exit"),
-        ("//hlep", "/hlep"),
         (" //reset the router", " /reset the router"),
         ("///", "//"),
-        ("//etc/hosts", "/etc/hosts"),
         ("what is //?", "what is //?"),
         ("what is /hlep", "what is /hlep"),
-        ("/reset", "RESET"),
-        ("/system\tBe brief. /no_think", "SYSTEM 'Be brief. /no_think'"),
     ],
 )
 def test_lines_that_begin_with_a_slash(monkeypatch, capsys, line, message):
@@ -250,14 +245,9 @@ def test_lines_that_begin_with_a_slash(monkeypatch, capsys, line, message):
     [
         ("/hlep", "/help"),
         ("  /RESTE now", "/reset"),
-        ("/systemctl status", "/system"),
         ("/no-think what is 2+2", "/no_think"),
-        ("/THINK", "/think"),
         ("/temperature 0.2", "/set temperature"),
-        ("/top_k", "/set top_k"),
-        ("/regen", "/regenerate"),
         ("/größe", "/help"),
-        ("/qqqq", "/help"),
     ],
 )
 def test_an_unknown_command_is_refused(monkeypatch, capsys, line, nearest):
@@ -267,15 +257,6 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys, line, nearest):
     assert sent == ["Hello", line.strip()]
     refusal = f"error: {word} is not a command, so it is not sent; try {nearest}, or /{word} to send it"
     assert err.splitlines() == [refusal, "[summary]", "[summary]"]
-
-
-def test_an_unknown_command_is_not_in_the_context(tiny_model, monkeypatch, capsys):
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
-    out, err = run_lines(session, monkeypatch, capsys, text_of(50, 51), "/rgeenerate", text_of(52))
-    assert err.count("error: /rgeenerate is not a command") == 1 and "/rgeenerate" not in out
-    assert [message["content"] for message in session.messages[::2]] == [text_of(50, 51), text_of(52)]
-    assert session.turns[1].prompt == letters.encode(session.messages[:-1])
 
 
 def test_words_that_the_template_knows_are_sent(monkeypatch, capsys):
@@ -322,14 +303,10 @@ def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
     assert all(turn.new_tokens == answer_without_cache(fresh, turn) for turn in session.turns)
 
     shown = [line.split() for line in err.splitlines() if line.startswith(chat.SETTINGS)]
-    assert shown[:8] == [
-        ["temperature", "0.9"], ["top_k", "20"], ["top_p", "0.95"], ["min_p", "0.01"], ["repetition_penalty", "1.1"],
-        ["max_new_tokens", "9"], ["seed", "-3"], ["system", text_of(8, 8)],
-    ]  # fmt: skip
-    assert shown[8:10] == [["max_new_tokens", "None"], ["seed", "-2"]], "the next answer has the next seed"
     values = {"temperature": "0.9", "top_k": "20", "top_p": "0.95", "min_p": "0.01", "repetition_penalty": "1.1"}
+    assert dict(shown[:5]) == values, "what was set is shown"
     values |= {"frequency_penalty": "0.0", "presence_penalty": "0.0", "seed": "-2", "max_new_tokens": "None"}
-    assert dict(shown[10:]) == values | {"system": text_of(8, 8)} and len(shown) == 20
+    assert dict(shown[10:]) == values | {"system": text_of(8, 8)}, "the next answer has the next seed"
     _, err = run_lines(session, monkeypatch, capsys, "/set system none", "/set system")
     assert session.system is None and err.split() == ["system", "None"] * 2
 
@@ -338,19 +315,13 @@ def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
     "line, why",
     [
         ("/set temperature hot", "temperature must be a number from 0 to 1e+30: 'hot'"),
-        ("/set temperature -1", "temperature must be a number from 0 to 1e+30: -1.0"),
         ("/set temperature nan", "temperature must be a number from 0 to 1e+30: nan"),
-        ("/set temperature 0.2 0.3", "temperature must be a number from 0 to 1e+30: '0.2 0.3'"),
-        ("/set top_p 2", "top_p must be a number from 0 to 1: 2.0"),
         ("/set min_p \033[2J", r"min_p must be a number from 0 to 1: '\x1b[2J'"),
-        ("/set top_k 0.5", "top_k must be an integer from 0 to 2147483648: '0.5'"),
         ("/set top_k none", "top_k must be an integer from 0 to 2147483648: None"),
         ("/set seed 1e3", f"seed must be an integer from -{2**63} to {2**63 - 1}: '1e3'"),
         ("/set max_new_tokens 0", "max_new_tokens must be an integer of at least 1, or none: '0'"),
-        ("/set max_new_tokens all", "max_new_tokens must be an integer of at least 1, or none: 'all'"),
         ("/set system refuse this", "the template refuses this"),
         ("/set logit_bias 3", f"'logit_bias' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
-        ("/set temprature 0.2", f"'temprature' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
     ],
 )
 def test_a_wrong_setting_is_one_line(tiny_model, monkeypatch, capsys, line, why):
@@ -383,16 +354,8 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
     """A warning says how much room is left before an answer that could need more. What does not fit is refused."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 100, letters, letters, keeps_all=True)
-    out, err = run_lines(
-        session,
-        monkeypatch,
-        capsys,
-        text_of(*range(20, 60)),
-        text_of(61),
-        "/reset",
-        text_of(*range(5, 105)),
-        text_of(62),
-    )
+    lines = [text_of(*range(20, 60)), text_of(61), "/reset", text_of(*range(5, 105)), text_of(62)]
+    out, err = run_lines(session, monkeypatch, capsys, *lines)
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
     remarks = [line for line in err.splitlines() if line]
     assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset frees all of it)"
@@ -410,7 +373,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model,
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 350, letters, letters, max_new_tokens=21, system=text_of(90, 91))
     for n in range(12):
-        turn = session.ask(text_of(*range(20 + n, 31 + n)), lambda piece: None)
+        turn = session.ask(text_of(*range(20 + n, 31 + n)), quiet)
         assert turn.prompt[:4] == [1, 90, 91, 4] and len(turn.new_tokens) == 21
         assert turn.prompt == letters.encode(
             [{"role": "system", "content": text_of(90, 91)}, *session.messages[session.dropped : -1]]
@@ -423,27 +386,27 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model,
     assert len(session.messages) == 24, "the conversation itself is whole"
     before = session.dropped, list(session.messages)
     with pytest.raises(UserError, match="this message alone has 407 tokens, but the context holds 350; shorten it"):
-        session.ask(text_of(*([7] * 400)), lambda piece: None)
+        session.ask(text_of(*([7] * 400)), quiet)
     assert (session.dropped, session.messages) == before
     session.reset()
-    assert session.ask(text_of(50), lambda piece: None).prompt == [1, 90, 91, 4, 2, 50, 4, 3]
+    assert session.ask(text_of(50), quiet).prompt == [1, 90, 91, 4, 2, 50, 4, 3]
 
 
 def test_a_last_message_is_answered_again(tiny, tiny_model):
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, temperature=1.0, max_new_tokens=9)
     with pytest.raises(UserError, match="there is no answer yet"):
-        session.regenerate(lambda piece: None)
-    session.ask(text_of(50, 51), lambda piece: None)
-    first = session.ask(text_of(60), lambda piece: None)
-    again = [session.regenerate(lambda piece: None) for _ in range(3)]
+        session.regenerate(quiet)
+    session.ask(text_of(50, 51), quiet)
+    first = session.ask(text_of(60), quiet)
+    again = [session.regenerate(quiet) for _ in range(3)]
     assert all(turn.prompt == first.prompt and turn.cached_tokens == len(first.prompt) - 1 for turn in again)
     assert len({tuple(turn.new_tokens) for turn in [first, *again]}) == 4, "each with another seed"
     assert len(session.messages) == 4 and session.messages[-1]["content"] == text_of(*again[-1].new_tokens)
     before = list(session.messages)
     session.messages[-2] = {"role": "user", "content": "refuse this"}
     with pytest.raises(UserError, match="the template refuses this"):
-        session.regenerate(lambda piece: None)
+        session.regenerate(quiet)
     assert len(session.messages) == len(before)
 
 
@@ -458,15 +421,11 @@ def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, 
 
     another = make_session(model, 256, letters, letters, max_new_tokens=5)
     run_lines(another, monkeypatch, capsys, f"/LOAD {file}", text_of(54))
-    expected = session.ask(text_of(54), lambda piece: None)
+    expected = session.ask(text_of(54), quiet)
     assert another.turns[-1].prompt == expected.prompt and another.turns[-1].new_tokens == expected.new_tokens
 
-    openai = [
-        {"role": "system", "content": text_of(8)},
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": ""},
-    ]
-    file.write_text(json.dumps(openai))
+    contents = {"system": text_of(8), "user": "x", "assistant": ""}
+    file.write_text(json.dumps([{"role": role, "content": content} for role, content in contents.items()]))  # OpenAI's
     another.load(file)
     assert (another.system, len(another.messages)) == (text_of(8), 2)
 
@@ -475,13 +434,10 @@ def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, 
     "content, why",
     [
         (None, "cannot be read"),
-        ("", "is not a conversation"),
         ("[" * 100_000, "is not a conversation"),
-        ("3", "it has no list of messages"),
         ('{"messages": {"a": 1}}', "it has no list of messages"),
         ('{"messages": [3]}', "it has no list of messages"),
         ('[{"role": "user", "content": "a"}]', "must take turns"),
-        ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "must take turns"),
         ('[{"role": "user", "content": [3]}, {"role": "assistant", "content": "a"}]', "must take turns"),
         ('{"system": 3, "messages": []}', "must take turns"),
         ('[{"role": "user", "content": "refuse this"}, {"role": "assistant", "content": ""}]', "refuses this"),
@@ -575,15 +531,11 @@ def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch,
         (['"""', "  one", "", "/reset", '"""', "four"], ["  one\n\n/reset", "four"]),
         (['"""one line"""', "two"], ["one line", "two"]),
         (['"""open', "to the end"], ["open\nto the end"]),
-        (['say """hi', "two"], ['say """hi', "two"]),
         (['"""', '"""', "x"], ["x"]),
         (['"""', "def f():", '    """A docstring."""', '"""', "x"], ['def f():\n    """A docstring."""', "x"]),
         (["/reset the router", "/bye for now", "/stats?"], ["/stats?"]),
-        (["/savetext", "x"], ["x"]),
         (["a", "EXIT", "b"], ["a"]),
-        (["a", "quit ", "b"], ["a"]),
         (["a", "/Bye", "b"], ["a"]),
-        (["exit now", "quit it"], ["exit now", "quit it"]),
     ],
 )
 def test_messages_of_several_lines_and_ends(monkeypatch, capsys, lines, messages):
@@ -600,7 +552,7 @@ def test_the_history_is_bounded_private_and_may_be_missing(tmp_path, monkeypatch
     assert file.stat().st_mode & 0o777 == 0o600
     found = chat.read_history()
     assert len(found) == chat.HISTORY_LINES and found[-1] == f"line {2 * chat.HISTORY_LINES + 2}\nof two"
-    assert len(file.read_text().splitlines()) == chat.HISTORY_LINES and chat.read_history() == found
+    assert len(file.read_text().splitlines()) == chat.HISTORY_LINES
     for broken in (b"\xff\n", b"not JSON\n", b"[1]\n3\n", b'"tw'):
         file.write_bytes(b'"one"\n' + broken)
         assert chat.read_history() == ["one"], "what is not whole is left out"
@@ -632,7 +584,7 @@ def test_the_default_model_in_conversation(default_checkpoint):
     ends = {*tokenizer.eos_ids, *template.end_ids()}
     session = make_session(model, 512, template, tokenizer, stop_ids=ends, max_new_tokens=24)
     for text in ["What is the capital of France? Answer in one word.", "And of Italy?", "Thank you! Grüße 👋"]:
-        turn = session.ask(text, lambda piece: None)
+        turn = session.ask(text, quiet)
         # <|im_end|> \n <|im_start|> user \n before it, <|im_end|> \n <|im_start|> ass istant \n after it
         new = len(tokenizer.encode(text)) + 11
         assert turn.cached_tokens == 0 or len(turn.prompt) - turn.cached_tokens == new
@@ -640,20 +592,6 @@ def test_the_default_model_in_conversation(default_checkpoint):
         assert turn.prompt == template.encode(session.messages[: 2 * n + 1])
         assert turn.new_tokens == answer_without_cache(model, turn)
     assert "Paris" in session.messages[1]["content"]
-
-
-def test_ids_outside_the_vocabulary_are_one_line_in_a_conversation(
-    tiny, default_checkpoint, tmp_path, monkeypatch, capsys
-):
-    """A small model with a large tokenizer. Without any line of input, nothing is printed."""
-    folder = tmp_path / "x"
-    shutil.copytree(tiny("llama-mha")[2], folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(default_checkpoint / name, folder)
-    for lines in ("", "hello\nthere\n"):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
-        out, err = main(capsys, monkeypatch, "--interactive", "--checkpoint_path", folder)
-        assert err.count("is outside the vocabulary of 131") == lines.count("\n") and out.strip() == ""
 
 
 @pytest.mark.slow
@@ -682,15 +620,6 @@ def test_ctrl_c_while_it_starts(start):
         assert program.exit_code() in (-signal.SIGINT, 130) and "Traceback" not in program.seen
 
 
-def test_stopwatch(capsys):
-    with Stopwatch("thinking", "about a minute") as watch:
-        time.sleep(0.01)
-    assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
-    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == "thinking ...\n", "no time is printed for what was not finished"
-
-
 class Stream(io.StringIO):
     def __init__(self, is_terminal: bool):
         super().__init__()
@@ -700,13 +629,32 @@ class Stream(io.StringIO):
         return self.is_terminal
 
 
+def test_a_stopwatch_counts_in_one_line_that_fits_the_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Stream(True))
+    monkeypatch.setattr(cli, "REFRESH_S", 0.02)
+    monkeypatch.setenv("COLUMNS", "30")
+    with Stopwatch("compiling decode", "about a minute or more"):
+        wait_until(lambda: sys.stderr.getvalue().count("\r") > 2)
+    *shown, end = sys.stderr.getvalue().split("\r\033[K")[1:]
+    assert shown[0] == "compiling decode (abo ... 0 s" and len(shown[0]) == 29
+    assert re.fullmatch(r"compiling decode: [\d.]+ s\n", end)
+
+
+def test_stopwatch(capsys):
+    with Stopwatch("thinking", "about a minute") as watch:
+        time.sleep(0.01)
+    assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
+    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "thinking ...\n", "no time is printed for what was not finished"
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize(
     "total, unit, n, line, bar",
     [
         (117_000_000, "B", 58_000_000, "58 of 117 MB", "58.0M/117M"),
         (6007, " tokens", 2048, "2,048 of 6,007 tokens", "2.05k/6.01k"),
-        (30, " steps", 0, "0 of 30 steps", "0.00/30.0"),
     ],
 )
 def test_progress_is_shown_while_one_step_takes_long(monkeypatch, is_terminal, total, unit, n, line, bar):
@@ -761,18 +709,13 @@ def wait_until(condition):
 def test_reading_prompts_shows_how_far_it_is(tiny_model, monkeypatch, lengths, rows):
     """The tokens that were read are counted over all prompts, those in a prefix cache included, also while others wait
     or are answered. Afterwards each request has its first token."""
-    bars = []
+    seen = []
 
     class Bar(cli.Progress):
-        def __init__(self, *about):
-            super().__init__(*about)
-            self.seen = []
-            bars.append(self)
-
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
-            if name == "n" and "seen" in self.__dict__:
-                self.seen.append(value)
+            if name == "n" and value:
+                seen.append(value)
 
     engine = Engine(tiny_model("llama-mha", rows=rows), rows, 512, options=EngineOptions(chunk_tokens=16))
     monkeypatch.setattr(cli, "Progress", Bar)
@@ -784,11 +727,11 @@ def test_reading_prompts_shows_how_far_it_is(tiny_model, monkeypatch, lengths, r
             engine.add(request)
         read_with_progress(engine, requests)
         assert all(request.new_tokens for request in requests)
-        assert bars[again].total == sum(lengths) == bars[again].seen[-1]
-        assert bars[again].seen == sorted(bars[again].seen) and bars[again].seen[0] > 0
+        assert seen == sorted(seen) and seen[-1] == sum(lengths)
+        assert max(lengths) < 64 or (len(seen) > 1) == (not again)
+        seen.clear()
         while engine.has_requests:
             engine.step()
-    assert max(lengths) < 64 or len(bars[0].seen) > 1 == len(bars[1].seen)
 
 
 def test_help_shows_each_default_that_is_a_value():
@@ -883,16 +826,15 @@ PROMPT = r"> (\x1b\[0m)?$"
 INNER_PROMPT = r"\. (\x1b\[0m)?$"  # between two """
 
 
+OTHER_TERMINALS = [
+    (80, {}),
+    pytest.param(20, {"NO_COLOR": "1", "TERM": "dumb"}, marks=pytest.mark.full),
+    pytest.param(80, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}, marks=pytest.mark.full),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "columns, environment",
-    [
-        (80, {}),
-        pytest.param(20, {}, marks=pytest.mark.full),
-        pytest.param(80, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}, marks=pytest.mark.full),
-        pytest.param(20, {"NO_COLOR": "1", "TERM": "dumb"}, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("columns, environment", OTHER_TERMINALS)
 def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment):
     talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 300, columns=columns, **environment)
     talk.prompt()
@@ -928,18 +870,10 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "columns, environment",
-    [
-        (80, {}),
-        pytest.param(20, {"NO_COLOR": "1"}, marks=pytest.mark.full),
-        pytest.param(80, {"INPUTRC": "/dev/null", "TERM": "vt100"}, marks=pytest.mark.full),
-    ],
-)
-def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environment):
+def test_pasted_lines_in_a_terminal(default_checkpoint, start):
     """They are one message, also across a change of the terminal's size, and in the history of the next run."""
     options = ["--interactive", "--temperature", 0, "--max_new_tokens", 3]
-    talk = start(*options, columns=columns, **environment)
+    talk = start(*options)
     talk.prompt()
     talk.paste("\n".join(f"line {n} /reset" for n in range(60)) + "\n")
     talk.until("line 59")
@@ -947,13 +881,6 @@ def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environm
     talk.type(" THE END\r")
     shown = talk.until(r"\d+ read, \d+ reused; ")
     assert int(re.search(r"(\d+) read, ", shown)[1]) > 300
-    talk.prompt()
-    talk.type('"""one\r')
-    talk.prompt(INNER_PROMPT)
-    talk.type("/reset\r")
-    talk.prompt(INNER_PROMPT)
-    talk.type('three"""\r')
-    talk.until(r"\d+ read, \d+ reused; ")
     talk.prompt()
     talk.type('"""a block that\r')
     talk.prompt(INNER_PROMPT)
@@ -968,12 +895,12 @@ def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environm
     talk.until(r"(interrupted|many words|; \d+ read)")
     talk.prompt()
     talk.type("\x15/stats\r")
-    assert int(re.search(r"turns: (\d)", talk.until("written: "))[1]) in (2, 3)
+    assert int(re.search(r"turns: (\d)", talk.until("written: "))[1]) in (1, 2)
     talk.prompt()
     talk.type("exit\r")
     assert talk.exit_code() == 0
 
-    again = start(*options, columns=columns, **environment)
+    again = start(*options)
     again.prompt()
     again.type("\x1b[A\x1b[A\r")  # /stats
     assert "turns: 0" in again.until("written: ")
@@ -983,12 +910,9 @@ def test_pasted_lines_in_a_terminal(default_checkpoint, start, columns, environm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "environment", [{}, pytest.param({"INPUTRC": "/dev/null", "TERM": "dumb"}, marks=pytest.mark.full)]
-)
-def test_tab_completes_commands_in_a_terminal(default_checkpoint, start, tmp_path, environment):
+def test_tab_completes_commands_in_a_terminal(default_checkpoint, start, tmp_path):
     """A word at a time, at the beginning of the line. Elsewhere it is a tab."""
-    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 3, **environment)
+    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 3)
     talk.prompt()
     talk.type("/STA\t\r")
     assert "turns: 0" in talk.until("written: ")
@@ -1035,17 +959,6 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
 
         _, err = full.communicate(b"", timeout=120)
         assert full.returncode == 2 and b"generate.py: error: [Errno 27]" in err
-
-
-@pytest.mark.full
-def test_waiting_for_the_compiler_is_shown_in_a_terminal(tiny, tmp_path, start):
-    """The seconds are counted in one line that fits the terminal."""
-    args = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_ids", "5,6,7", "--compile", "--max_new_tokens", 3]
-    program = start(*args, columns=40, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    shown = program.until(r"compiling decode: [\d.]+ s", 300)
-    lines = re.findall(r"\r\x1b\[K([^\r\n]*)", shown)[:-1]
-    assert lines[0].endswith("... 0 s") and len(lines) > 2 and all(len(line) < 40 for line in lines)
-    assert program.exit_code() == 0
 
 
 def test_one_conversation_at_a_time(monkeypatch):

@@ -74,11 +74,6 @@ class Session:
     turns: list[Request] = field(default_factory=list)  # the requests of all turns so far
     drafted: Counter = field(default_factory=Counter)  # what drafted_tokens counted in the latest turn
 
-    @property
-    def low_water(self) -> int:
-        """With fewer free positions than this, a warning is printed."""
-        return max(64, self.engine.length // 10)
-
     def set_system(self, text: str | None):
         """Change the system message. The conversation goes on, but the model must read it again."""
         # This fails if the template refuses system messages.
@@ -135,10 +130,6 @@ class Session:
         prompt = self.make_room(messages)
         check_prompt(prompt, self.engine.model.config, self.engine.length)
         room = self.engine.length + 1 - len(prompt)  # + 1: the last token of an answer needs no position
-        if room < (self.max_new_tokens or 0) or room <= self.low_water:
-            more = f"room for {room} more tokens in the context of {self.engine.length}"
-            print_status(f"({more}; /reset frees all of it)", dim=True)
-
         request = Request(prompt, self.params, min(room, self.max_new_tokens or room), self.stop_ids)
         drafted_before = drafted_tokens(self.engine)
         answer = self.run_request(request, show)
@@ -202,7 +193,7 @@ class Session:
         """
         dropped = self.dropped
         prompt = self.encode(self.system, messages[dropped:])
-        needed = max(self.low_water, min(self.max_new_tokens or 0, self.engine.length // 2))
+        needed = max(64, self.engine.length // 10, min(self.max_new_tokens or 0, self.engine.length // 2))
         if self.engine.length + 1 - len(prompt) < needed and not self.keeps_all:
             while len(prompt) > self.engine.length // 2 and dropped < len(messages) - 1:
                 dropped += 2

@@ -351,19 +351,18 @@ def test_a_line_of_input_ends_at_a_newline(monkeypatch, capsys):
 
 
 def test_a_full_context(tiny_model, monkeypatch, capsys):
-    """A warning says how much room is left before an answer that could need more. What does not fit is refused."""
+    """An answer that ends there is cut. What does not fit is refused."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 100, letters, letters, keeps_all=True)
     lines = [text_of(*range(20, 60)), text_of(61), "/reset", text_of(*range(5, 105)), text_of(62)]
     out, err = run_lines(session, monkeypatch, capsys, *lines)
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
     remarks = [line for line in err.splitlines() if line]
-    assert remarks[0] == "(room for 58 more tokens in the context of 100; /reset frees all of it)"
-    assert remarks[1].endswith("context 100 of 100, full: the answer is cut]")
+    assert remarks[0].endswith("context 100 of 100, full: the answer is cut]")
     refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
-    assert remarks[2].startswith(refusal.format(43 + 58 + 1 + 4))
+    assert remarks[1].startswith(refusal.format(43 + 58 + 1 + 4))
     alone = "error: the context is full: this message alone has 103 tokens, but the context holds 100; shorten it"
-    assert remarks[4] == alone
+    assert remarks[3] == alone
     assert session.messages[0]["content"] == text_of(62), "a message that did not fit is not in the conversation"
 
 

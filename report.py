@@ -237,11 +237,9 @@ def bytes_by_format(model: Transformer) -> dict[str, int]:
     """The bytes of a model's weights by the format that they are stored in, the largest first."""
     found = Counter()
     for name, tensor in model.state_dict().items():
-        stored_as = str(tensor.dtype).removeprefix("torch.")
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, MatrixLayer):
-            stored_as = module.stored_as or stored_as
-        found[stored_as] += tensor.nbytes
+        layer = model.get_submodule(name.rpartition(".")[0])
+        stored_as = getattr(layer, "stored_as", None)  # a MatrixLayer has it
+        found[stored_as or str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return dict(found.most_common())
 
 
@@ -472,9 +470,7 @@ def threads_text(used: dict[str, dict[int, int]]) -> str:
     kinds = []
     for kind, steps in used.items():
         total = sum(steps.values())
-        numbers = [f"{n} ({count / total:.0%})" for n, count in steps.items()]
-        if len(numbers) == 1:
-            numbers = [str(n) for n in steps]
+        numbers = [str(n) if n_steps == total else f"{n} ({n_steps / total:.0%})" for n, n_steps in steps.items()]
         kinds.append(f"{kind} {' or '.join(numbers)}")
     return ", ".join(kinds)
 

@@ -95,16 +95,8 @@ def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
     ends = [expected[12], expected[30]]
     config["eos_token_ids"] = [130, *ends]
     (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(config))
-    args = [
-        "--checkpoint_path",
-        tmp_path / "ours",
-        "--dtype",
-        "float32",
-        "--json",
-        "--prompt_ids",
-        ids(prompt),
-        *GREEDY,
-    ]
+    args = ["--checkpoint_path", tmp_path / "ours", "--dtype", "float32", "--json", *GREEDY]
+    args += ["--prompt_ids", ids(prompt)]
     sample = main(capsys, monkeypatch, *args, "--max_new_tokens", 40)[0]["samples"][0]
     first = min(expected.index(end) for end in ends)
     assert sample["token_ids"] == expected[: first + 1] and sample["finish_reason"] == "stop"
@@ -168,10 +160,7 @@ def test_several_samples_have_headings(checkpoints, capsys, monkeypatch):
     places = [("1", "One"), ("2", "Two"), ("3", "(9 ")]
     assert found == [(prompt, i, text) for samples in ("12", "34") for prompt, text in places for i in samples]
     shown, _ = main(capsys, monkeypatch, "--prompt", "One", "--num_samples", 2, *args[:6])
-    assert [line for line in shown.splitlines() if line.startswith("---")] == [
-        "--- prompt 1, sample 1 ---",
-        "--- prompt 1, sample 2 ---",
-    ]
+    assert re.findall("---.*", shown) == ["--- prompt 1, sample 1 ---", "--- prompt 1, sample 2 ---"]
 
 
 def test_roofline_is_printed_instead_of_text(tiny, capsys, monkeypatch):
@@ -204,9 +193,6 @@ def test_every_kind_of_prompt(default_checkpoint, tmp_path):
     assert [len(prompt) for prompt in prompts[5:]] == [300] and len(set(prompts[5])) > 200
     with pytest.raises(UserError, match="not valid UTF-8"):
         tokenizer.encode("\udcff")
-    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\n")
-    marked = parse_arguments(["--prompt_file", str(tmp_path / "p.txt")])
-    assert program.read_prompts(marked, checkpoint, None) == [tokenizer.encode("with a mark")]
     nothing = parse_arguments([])
     assert program.read_prompts(nothing, checkpoint, None) == [tokenizer.encode("Hello, my name is")]
 
@@ -222,9 +208,8 @@ LINE_ENDS = "a\u2028b\u2029c\x85d\x0ce\x0bf\x1cg\rh"  # what str.splitlines take
         ("one\r\r\ntwo\r", ["one\r", "two\r"]),
         ("\n\n one \n \n", [" one ", " "]),
         ("\ufeffone\n\ufefftwo", ["one", "\ufefftwo"]),
-        (f"{LINE_ENDS}", [LINE_ENDS]),
     ],
-    ids=["other ends", "Windows", "carriage returns", "spaces", "byte order mark", "no newline"],
+    ids=["other ends", "Windows", "carriage returns", "spaces", "byte order mark"],
 )
 def test_the_lines_of_a_prompt_file(tmp_path, data, prompts):
     """A line ends at a newline, and nowhere else. The carriage return of a Windows file belongs to the newline."""
@@ -242,15 +227,13 @@ def standard_input(monkeypatch, data: bytes, is_terminal=False):
 @pytest.mark.parametrize(
     "data, prompt",
     [
-        ("one\ntwo", "one\ntwo"),
         ("one\n\ntwo\n\n", "one\n\ntwo\n"),
         ("one\r\ntwo\r\n", "one\r\ntwo"),
         (f"{LINE_ENDS}\r", f"{LINE_ENDS}\r"),
         ("\ufeff def f():\n\treturn 1\x00\n", " def f():\n\treturn 1\x00"),
-        ("-", "-"),
         ("word " * 50_000, "word " * 50_000),
     ],
-    ids=["no newline", "newlines", "Windows", "other ends", "byte order mark", "a dash", "250 kB"],
+    ids=["newlines", "Windows", "other ends", "byte order mark", "250 kB"],
 )
 def test_a_prompt_from_standard_input(monkeypatch, data, prompt):
     """It is one prompt, as it is, but without one newline at its end, which `echo` and editors write."""
@@ -297,12 +280,10 @@ def pipe(monkeypatch):
         ([], "piped\n", ["piped"]),
         (["--prompt", "Say:"], "\ufeffpiped\r\n", ["Say:\n\npiped"]),
         (["-p", "one", "--prompt", "two"], "a\n\nb\n\n", ["one\n\na\n\nb\n", "two\n\na\n\nb\n"]),
-        (["--prompt", "one"], "", ["one"]),
         ([], "\n", ["Hello, my name is"]),
         (["--prompt", "first", "--prompt", "-"], "piped", ["first", "piped"]),
         (["--prompt_file", "lines.txt"], "piped", ["one line"]),
         (["--prompt_ids", "5,6"], "piped", []),
-        (["--prompt", "x" * 30, "--num_samples", "2"], "word " * 9_000, ["x" * 30 + "\n\n" + "word " * 9_000]),
     ],
 )
 def test_piped_text_follows_the_prompt_or_is_the_prompt(
@@ -422,10 +403,8 @@ def test_cache_lengths_of_longrope_stay_within_the_original_context():
     """Unless more is needed or given."""
     scaling = RopeScaling("longrope", original_max_seq_length=3000, factors=(2.0, 3.0), long_factors=(5.0, 7.0))
     config = Config(1, 2, 2, 4, 8, 8, 10, 100_000, rope_scaling=scaling)
-    assert [choose_cache_length(None, config, n) for n in (1, 513, 2049, 3000)] == [512, 2048, 3000, 3000]
-    assert choose_cache_length(None, config, wanted=8192) == 3000
-    assert choose_cache_length(None, config, 3001, wanted=4096) == 8192
-    assert choose_cache_length(3001, config) == 3001
+    assert [choose_cache_length(None, config, n) for n in (1, 2049, 3001)] == [512, 3000, 8192]
+    assert choose_cache_length(None, config, wanted=8192) == 3000 < choose_cache_length(3001, config) == 3001
 
 
 @pytest.mark.parametrize("factors, positions, prompt, new, options", [
@@ -443,42 +422,27 @@ def test_a_line_says_which_factors_of_longrope_run(tiny, capsys, monkeypatch, fa
     "args, why",
     [
         (["--top_p", "-0.1"], "--top_p must be a number from 0 to 1: -0.1"),
-        (["--top_p", "nan"], "--top_p must be a number from 0 to 1: nan"),
         (["--top_k", "-1"], "--top_k must be an integer from 0 to 2147483648: -1"),
-        (["--top_k", "9" * 20], "--top_k must be an integer from 0"),
         (["--batch_size", "1" + "0" * 30, "--prompt_ids", "5"], "the model needs .* GB on cpu"),
         (["--synthetic_prompt", "1" + "0" * 30], "the prompt has 10+ tokens, the context is 256"),
         (["--device", "meta"], "--device meta cannot be used here: known are cpu"),
         (["--checkpoint_path", "~nosuchuser/x"], "~nosuchuser/x does not exist"),
-        (["--min_p", "1.5"], "--min_p must be a number from 0 to 1: 1.5"),
-        (["--temperature", "-0.5"], "--temperature must be a number from 0 to .*: -0.5"),
         (["--temperature", "inf"], "--temperature must be a number from 0"),
         (["--temperature", "warm"], "--temperature: invalid float value: 'warm'"),
-        (["--repetition_penalty", "0"], "--repetition_penalty must be a number from 0.001"),
         (["--max_new_tokens", "0"], "--max_new_tokens: must be at least 1, not 0"),
-        (["--batch_size", "0"], "--batch_size: must be at least 1"),
-        (["--num_samples", "-3"], "--num_samples: must be at least 1"),
         (["--seed", str(2**63)], "--seed: must be within"),
         (["--prompt_ids", "1,x"], "--prompt_ids: must be token ids such as 5,17,33, not '1,x'"),
         (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["--speed", "11"], "unrecognized arguments: --speed 11"),
         (["--device", "cuda"], "--device cuda cannot be used here"),
-        (["--device", "toaster"], "--device toaster cannot be used here"),
         (["--prompt_ids", "131"], r"token id 131 is outside the vocabulary of 131 \(0 to 130\)"),
-        (["--prompt_ids=-1"], "token id -1 is outside"),
         (["--synthetic_prompt", "257"], "the prompt has 257 tokens, the context is 256"),
-        (["--synthetic_prompt", "50", "--max_seq_length", "49"], "the prompt has 50 tokens, the context is 49"),
         (["--max_seq_length", "257"], "--max_seq_length 257 is more than the model's context of 256"),
         (["--stop", ""], "--stop is empty"),
-        (["--interactive", "--json"], "--interactive is one conversation"),
-        (["--interactive", "--report"], "--interactive is one conversation"),
-        (["--interactive", "--quiet"], "--interactive is one conversation"),
         (["--quiet", "--report"], "--report and --quiet exclude each other"),
         (["--roofline", "--report"], "--roofline generates nothing"),
-        (["--roofline", "-1"], "--roofline: must be above 0"),
         (["--devices", "2"], "--devices is for --roofline"),
         (["--prompt", "text"], "has no tokenizer; give --prompt_ids"),
-        (["--prompt_file", "/no/file"], "--prompt_file /no/file cannot be read"),
         (["--checkpoint_path", "/no/place"], "/no/place does not exist"),
         (["--checkpoint_path", ""], "the path of a model is empty"),
     ],
@@ -549,13 +513,8 @@ def test_exceptions_that_end_a_command_are_one_line(error, code, capsys):
     [
         (["--prompt_ids", "5,6"], r"7 tokens, [\d.]+ tokens/s; prefill \d+ ms; "),
         (["--synthetic_prompt", 40], r"7 tokens, [\d.]+ tokens/s; prefill \d+ tokens/s; "),
-        (["--synthetic_prompt", 40, "--json"], r"7 tokens, [\d.]+ tokens/s; prefill \d+ tokens/s; "),
         (["--prompt_ids", "5,6", "--max_new_tokens", 1], r"1 token; prefill \d+ ms; "),
         (["--prompt_ids", 5, "--prompt_ids", 6, "--num_samples", 3], r"42 tokens, [\d.]+ tokens/s; prefill \d+ ms; "),
-        (
-            ["--prompt_ids", 5, "--draft", "int4-self", "--speculate_k", 3],
-            r"7 tokens, [\d.]+ tokens/s(, \d+ of \d+ drafted tokens accepted)?; prefill \d+ ms; ",
-        ),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -563,16 +522,14 @@ def test_the_report_is_one_line_unless_all_of_it_is_asked_for(tiny, capsys, monk
     args = ["--checkpoint_path", tiny("llama-mha")[2], "--max_new_tokens", 7, "--ignore_eos", *args]
     capsys.readouterr()  # what transformers prints when it writes the checkpoint
     _, err = main(capsys, monkeypatch, *args)
-    [said] = [one for one in printed_lines(err) if one != "loading the draft in 4 bits ..."]
+    [said] = printed_lines(err)
     assert re.fullmatch(line + r"(\d+ MB|[\d.]+ GB)", said), said
     _, err = main(capsys, monkeypatch, *args, "--report")
     assert "; prefill " not in err
     assert all(part in err for part in ("load ", "prefill: ", "threads: ", "peak memory"))
 
 
-@pytest.mark.parametrize(
-    "how", [["--prompt", "Once upon a time"], ["--chat", "--prompt", "Hi"], ["--synthetic_prompt", 9]]
-)
+@pytest.mark.parametrize("how", [["--prompt", "Once upon a time"], ["--chat", "--prompt", "Hi"]])
 def test_quiet_prints_the_answer_alone(checkpoints, capsys, monkeypatch, how):
     args = ["--checkpoint_path", checkpoints[None], *how, "--max_new_tokens", 8, *GREEDY]
     [sample] = main(capsys, monkeypatch, *args, "--json")[0]["samples"]

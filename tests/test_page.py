@@ -1,4 +1,4 @@
-"""The server's page, server/page.html: how it is served, and what it does in a real browser.
+"""The server's page, server/page.html, in a real browser.
 
 The tests with a browser need Debian's packages chromium and chromium-driver. Some of them talk to serve.py. Where a
 test wants certain answers or failures, a stand-in server serves the same page and says what the test has scripted.
@@ -8,9 +8,6 @@ test wants certain answers or failures, a stand-in server serves the same page a
 talks to the default model and writes the pictures of docs/serving.md. (Theirs have the font Inter as system-ui.)
 """
 
-import asyncio
-import base64
-import hashlib
 import json
 import re
 import shutil
@@ -20,7 +17,6 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,78 +28,13 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from servers import KEY, running, wait_for
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
+from test_page_served import get
 from texts import TEMPLATE
 
 from convert_hf_checkpoint import convert
-from server import http_server
-from server.access import ApiKey
 from sources.opening import open_hf
 
-HTML = (ROOT / "server" / "page.html").read_text(encoding="utf-8")
-
-# ---------------------------------------------------------------- how it is served
-
-
-def get(path: str, key: str | None = None) -> SimpleNamespace:
-    """The answer to a GET request, of an app that has the page and wants a key for everything else."""
-    app = Starlette(routes=http_server.page_routes(), middleware=[Middleware(ApiKey, key="k")])
-    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-    scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "query_string": b""}
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
-    asyncio.run(app(scope, receive, send))
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    body = b"".join(message["body"] for message in sent[1:])
-    return SimpleNamespace(status=sent[0]["status"], headers=headers, body=body)
-
-
-def test_the_page_alone_is_served_without_a_key():
-    answer = get("/")
-    assert answer.status == 200 and answer.body.decode() == HTML
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-cache"
-    assert get("/metrics").status == 401 and get("//").status == 401
-    assert get("/metrics", key="k").status == 404  # the key was right, and this app has nothing there
-
-
-def test_the_policy_lets_nothing_run_but_the_script_of_the_page():
-    directives = [part.split() for part in get("/").headers["content-security-policy"].split(";")]
-    policy = {name: values for name, *values in directives}
-    assert len(policy) == len(directives)
-    for tag in ("script", "style"):
-        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", HTML, re.S)
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert policy.pop(f"{tag}-src") == [f"'sha256-{digest}'"]
-    none = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), ["'none'"])
-    assert policy == none | {"connect-src": ["'self'"], "img-src": ["data:"]}
-
-
-def test_the_page_loads_nothing_from_elsewhere():
-    assert re.findall(r"https?://[^'\" ]*", HTML) == ["http://www.w3.org/2000/svg"]  # a name that no browser loads
-    assert re.findall(r"(?:src|href)\s*=\s*[\"']?([^:\"']*)", HTML) == ["data"]
-    assert not re.search(r"@import|url\(|import\(|\bimport\b.*\bfrom\b", HTML)
-
-
-def test_the_page_makes_no_html_of_texts():
-    ways = (
-        "innerHTML outerHTML insertAdjacentHTML document.write createContextualFragment DOMParser setHTML srcdoc eval("
-    )
-    assert [way for way in [*ways.split(), "new Function"] if way in HTML] == []
-    assert not re.search(r"<[^>]*\son\w+\s*=", HTML.partition("<script>")[0])
-
-
-def test_without_its_file_there_is_no_page(monkeypatch, tmp_path):
-    monkeypatch.setattr(http_server, "__file__", str(tmp_path / "http_server.py"))
-    assert get("/").status == 404 and get("/metrics").status == 401
-
+pytestmark = pytest.mark.full
 
 # ---------------------------------------------------------------- a browser
 
@@ -349,7 +280,6 @@ MARKUP = """<script>window.ran = 1; alert(1)</script> <img src=x onerror="window
 <b>bold</b> **strong** [link](javascript:alert(3)) <svg onload=alert(4)> &lt;i&gt; </div></body>"""
 
 
-@pytest.mark.full
 def test_markup_is_shown_and_does_not_run():
     with scripted([MARKUP[:90], MARKUP[90:]], refusal(500, MARKUP), [MARKUP]) as (page, server):
         shown = MARKUP.replace("**strong**", "strong")  # which is the only markup that answers may have
@@ -362,40 +292,9 @@ def test_markup_is_shown_and_does_not_run():
         page.say("```\n" + MARKUP + "\n```")
         assert page.texts("pre") == [MARKUP]
         assert page.js("return window.ran") is None
-        assert (
-            page.js("return document.querySelectorAll('article script, article img, article b, article a').length") == 0
-        )
+        made = "article script, article img, article b, article a"
+        assert page.js("return document.querySelectorAll(arguments[0]).length", made) == 0
         assert server.messages()[0] == ("system", MARKUP)
-
-
-@pytest.mark.full
-def test_the_policy_stops_scripts_that_are_not_the_pages_own():
-    """Should texts ever become markup by a mistake."""
-    with scripted() as (page, _):
-        page.js(
-            """
-            const script = document.createElement("script");
-            script.textContent = "window.ran = 1";
-            const violations = [];
-            const both = new Promise((resolve) => addEventListener("securitypolicyviolation", (event) => {
-              if (violations.push(event) === 2) resolve();
-            }));
-            document.body.append(script);
-            document.body.insertAdjacentHTML("beforeend", "<img src='data:,' onerror='window.ran = 2'>");
-            return both;
-            """
-        )
-        assert page.js("return window.ran") is None
-        assert any("Content Security Policy" in line for line in page.complaints())
-
-
-@pytest.mark.full
-def test_code_blocks():
-    answer = ["Look:\n\n```", "python\nx = 1\n", "  y = 2\n``", "`\nand\n", "```\nz <b>"]
-    with scripted(answer) as (page, _):
-        page.say("code?")
-        assert page.texts("article.assistant pre") == ["x = 1\n  y = 2", "z <b>"]
-        assert page.texts("article.assistant .text span") == ["Look:", "and"]
 
 
 def outline(page: Page) -> list:
@@ -409,7 +308,6 @@ def outline(page: Page) -> list:
     )
 
 
-@pytest.mark.full
 def test_lists_bold_text_and_inline_code():
     answer = """Two *ways*, `x**2` and **`pow` or more**:
 
@@ -451,21 +349,14 @@ The end: 2 ** 3 **4 ** 5.
 HOSTILE = {
     "unclosed": "`a **b\n** c** d ` e\n**\n`\n-\n1.\n```",
     "bold": "**a " * 5000,
-    "bold, closed": "a**" * 7000,
-    "ticks": "`" * 20_000,
     "ticks and letters": "```a" * 5000,
     "stars": "*" * 20_000,
     "markers": "- " * 10_000 + "x",
-    "numbers": "1. " * 7000 + "x",
     "deep": "".join(" " * i + "- x\n" for i in range(200)),
     "newlines": "\n" * 20_000 + "x",
-    "spaces": " " * 20_000 + "x",
-    "fences": "```\n" * 5000,
-    "long": "word " * 4000,
 }
 
 
-@pytest.mark.full
 def test_hostile_markup():
     """Each of these texts is drawn, without a letter missing."""
     script = [[text[:5], text[5:-5], text[-5:]] for text in HOSTILE.values()]
@@ -476,8 +367,7 @@ def test_hostile_markup():
             assert letters[0] == letters[1], name
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("piece", ["A **word** or `two`.\n\n", "- a **word**\n", "1. one\n   - `two`\n", "word **x** "])
+@pytest.mark.parametrize("piece", ["A **word** or `two`.\n\n", "1. one\n   - `two`\n"])
 def test_only_the_end_of_a_growing_answer_is_drawn_again(piece):
     """The nodes that the page makes for an answer of 20,000 letters are about as many as it has in the end."""
     with scripted() as (page, _):
@@ -501,7 +391,6 @@ def test_only_the_end_of_a_growing_answer_is_drawn_again(piece):
         assert left > 1000 and made < 2 * left, (made, left)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("clipboard", [True, False])
 def test_code_is_copied(clipboard):
     """Also where the browser has no clipboard for scripts, as with http from another host; with mouse and keyboard."""
@@ -532,13 +421,9 @@ def test_code_is_copied(clipboard):
 # ---------------------------------------------------------------- thinking, tools and JSON
 
 
-@pytest.mark.full
 def test_thinking_is_folded_when_the_answer_begins():
     first, second = threading.Event(), threading.Event()
-    thoughts = [
-        event(role="assistant", content=""),
-        *(event(reasoning_content=one) for one in ("\nHm, <b>", "2", "+2\n")),
-    ]
+    thoughts = [event(reasoning_content=one) for one in ("\nHm, <b>", "2", "+2\n")]
     answer = [*thoughts, first, event(reasoning_content=None, content="\n\nFo"), second, "ur."]
     with scripted(answer, [*thoughts, event("length")], ["Five."]) as (page, server):
         page.send("What is 2+2?")
@@ -564,16 +449,13 @@ def test_thinking_is_folded_when_the_answer_begins():
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("sum", "now")]
 SUM, NOW = '{"a": [1, "<b>"]}', "{not JSON"
+PIECES = [{"index": 0, "function": {"arguments": SUM[7:]}}]
+PIECES += [{"index": 1, "id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}}]
 CALLS = [
     event(role="assistant", content=None),
     call_piece(0, id="call_1", type="function", name="sum"),
     *(call_piece(0, letter) for letter in SUM[:7]),
-    event(
-        tool_calls=[
-            {"index": 0, "function": {"arguments": SUM[7:]}},
-            {"index": 1, "id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
-        ]
-    ),
+    event(tool_calls=PIECES),
     call_piece(1, NOW[:3]),
     call_piece(1, NOW[3:]),
     event("tool_calls"),
@@ -586,9 +468,8 @@ def message_of_calls() -> dict:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-@pytest.mark.full
 def test_calls_of_tools_and_their_results():
-    with scripted(CALLS, ["Three."], CALLS, ["Four."], ["Fine."]) as (page, server):
+    with scripted(CALLS, ["Three."], ["Four."], ["Fine."]) as (page, server):
         page.set(tools=json.dumps(TOOLS))
         page.send("1 + 2?")
         page.done()
@@ -603,7 +484,6 @@ def test_calls_of_tools_and_their_results():
         page.send("3 **b**")
         page.load()  # a conversation is kept in the middle of the results, too
         assert page.find("#input").accessible_name == "Result of now (2 of 2)" and len(server.bodies) == 1
-        assert page.find("#input").get_attribute("placeholder") == "Result of now (2 of 2)"
         assert page.say('{"time": "12:00"}') == "Three."
         results = [("call_1", "3 **b**"), ("call_2", '{"time": "12:00"}')]
         results = [{"role": "tool", "content": text, "tool_call_id": name} for name, text in results]
@@ -614,12 +494,7 @@ def test_calls_of_tools_and_their_results():
         page.click("Edit")  # the last result
         assert page.find("#input").get_attribute("value") == results[1]["content"]
         page.click("Edit")
-        assert (
-            page.texts("article.tool .text") == [] and page.find("#input").accessible_name == "Result of sum (1 of 2)"
-        )
-        page.click("Retry")  # the answer with the calls
-        page.done()
-        assert server.bodies[2]["messages"] == [question]
+        assert page.find("#input").accessible_name == "Result of sum (1 of 2)"
         page.find("#input").clear()
         page.send("4")
         assert page.say("5") == "Four."
@@ -627,7 +502,6 @@ def test_calls_of_tools_and_their_results():
         assert [role for role, _ in server.messages()] == ["user", "assistant", "tool", "tool", "assistant", "user"]
 
 
-@pytest.mark.full
 def test_calls_that_are_not_whole_are_not_sent():
     half, wait = CALLS[:6], threading.Event()
     with scripted([*half, event("length")], ["Look", *half, wait], [*half, Breaks], ["Yes."]) as (page, server):
@@ -647,7 +521,6 @@ def test_calls_that_are_not_whole_are_not_sent():
         assert server.bodies[-1]["messages"] == [{"role": role, "content": text} for role, text in texts]
 
 
-@pytest.mark.full
 def test_an_answer_in_json():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     formats = [{"type": "json_schema", "json_schema": {"name": "answer", "schema": one}} for one in (schema, {})]
@@ -660,11 +533,7 @@ def test_an_answer_in_json():
         assert [body["response_format"] for body in server.bodies] == formats
         for text in wrong:
             page.set(schema=text)
-            field = page.find("[name=schema]")
-            assert field.get_attribute("aria-invalid") == "true"
-            page.click("Settings")
-            assert page.find("#schema-problem").text.startswith("Not sent: ")
-            page.press(Keys.ESCAPE)
+            assert page.find("[name=schema]").get_attribute("aria-invalid") == "true"
             page.say(text)
             assert "response_format" not in server.bodies[-1] and "not valid JSON" in page.notice
         page.load()
@@ -683,20 +552,11 @@ def test_an_answer_in_json():
 # ---------------------------------------------------------------- conversations
 
 
-@pytest.mark.full
 def test_a_conversation_of_an_earlier_version_of_the_page_is_kept():
+    said = {"role": "assistant", "content": "Hi **you**", "answering": False}
+    said |= {"tokens": 2, "firstTokenMs": 80, "note": ""}
     kept = {
-        "messages": [
-            {"role": "user", "content": "Hello"},
-            {
-                "role": "assistant",
-                "content": "Hi **you**",
-                "answering": False,
-                "tokens": 2,
-                "firstTokenMs": 80,
-                "note": "",
-            },
-        ],
+        "messages": [{"role": "user", "content": "Hello"}, said],
         "previous": [{"role": "user", "content": "before"}],
         "settings": {"system": "Be kind.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "", "seed": "7"},
     }
@@ -711,7 +571,6 @@ def test_a_conversation_of_an_earlier_version_of_the_page_is_kept():
         assert len(page.js("return JSON.parse(localStorage.getItem('fastpath')).previous")) == 4
 
 
-@pytest.mark.full
 def test_the_conversation_and_the_settings_outlive_a_reload():
     more = threading.Event()
     with scripted(["First."], ["Half an", " answer", more, " and more"], ["Third."]) as (page, server):
@@ -731,7 +590,6 @@ def test_the_conversation_and_the_settings_outlive_a_reload():
         assert page.answers == (page.load(), page.answers)[1]
 
 
-@pytest.mark.full
 def test_settings_become_fields_of_the_request():
     with scripted(["a"], ["b"], ["c"]) as (page, server):
         page.say("one")
@@ -752,7 +610,6 @@ def test_settings_become_fields_of_the_request():
         assert [role for role, _ in server.messages()] == ["user", "assistant"] * 2 + ["user"]
 
 
-@pytest.mark.full
 def test_retry_and_edit():
     with scripted(["One."], ["Two."], ["Two again."], ["Three."]) as (page, server):
         page.say("first")
@@ -767,7 +624,6 @@ def test_retry_and_edit():
         assert page.questions == ["first", "second and third"] and page.answers == ["One.", "Three."]
 
 
-@pytest.mark.full
 def test_a_new_conversation_and_back():
     with scripted(["One."], ["Two."]) as (page, server):
         page.say("first")
@@ -780,7 +636,6 @@ def test_a_new_conversation_and_back():
         assert server.messages() == [("user", "second")]
 
 
-@pytest.mark.full
 def test_two_tabs_have_one_conversation():
     with scripted(["One."], ["Two."]) as (page, server):
         first = page.driver.current_window_handle
@@ -793,7 +648,6 @@ def test_two_tabs_have_one_conversation():
         assert [text for _, text in server.messages()] == ["first", "One.", "second"]
 
 
-@pytest.mark.full
 def test_a_stream_that_breaks_keeps_its_text():
     told = {"error": {"message": "the engine has stopped"}}
     with scripted(["Some", " text", Breaks], ["More", told], ["Whole."]) as (page, server):
@@ -809,7 +663,6 @@ def test_a_stream_that_breaks_keeps_its_text():
         assert server.messages() == [("user", "hello")]
 
 
-@pytest.mark.full
 def test_errors_are_shown_in_words():
     too_long = refusal(400, "the context has 100 tokens")
     too_long[2]["error"]["code"] = "context_length_exceeded"
@@ -825,34 +678,25 @@ def test_errors_are_shown_in_words():
         assert server.messages() == [("user", "one\n\ntwo")]  # nothing of what failed, and the roles alternate
 
 
-@pytest.mark.full
 def test_a_busy_server_is_asked_again():
     busy = refusal(503, "too many requests", Retry_After="1")
-    with scripted(busy, refusal(429, "too many", Retry_After="2"), ["Now."]) as (page, server):
+    stopped = refusal(503, "too many", Retry_After="1000")
+    with scripted(busy, refusal(429, "too many", Retry_After="2"), ["Now."], stopped, *[busy] * 6) as (page, server):
         page.send("hello")
         page.wait_for_text("too many requests). Trying again in 1 s.")
         page.done()
         assert page.answers == ["Now."] and page.notes == [] and len(server.bodies) == 3
         assert server.bodies[0] == server.bodies[1] == server.bodies[2]
-
-
-@pytest.mark.full
-def test_asking_again_ends():
-    """By the reader, or after some tries."""
-    busy = refusal(503, "too many requests", Retry_After="1")
-    with scripted(refusal(503, "too many", Retry_After="1000"), *[busy] * 6) as (page, server):
-        page.send("hello")
+        page.send("again")
         page.wait_for_text("Trying again in 1000 s.")
-        page.wait_for_text("Trying again in 999 s.")
         page.press(Keys.ESCAPE)
         page.done()
-        assert page.notes == ["Stopped."] and len(server.bodies) == 1
+        assert page.notes == ["Stopped."] and len(server.bodies) == 4
         page.click("Retry")
         page.done()
-        assert page.notes == ["too many requests"] and server.script == []
+        assert page.notes == ["too many requests"] and server.script == [], "after some tries it ends"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("state", ["starting", "overloaded", "draining", "broken"])
 def test_the_state_of_the_server_is_shown(state):
     with scripted(health=state) as (page, server):
@@ -864,7 +708,6 @@ def test_the_state_of_the_server_is_shown(state):
         page.wait_for_text("The server is ready again.")
 
 
-@pytest.mark.full
 def test_a_server_that_is_gone_comes_back():
     with scripted(["One."]) as (page, server):
         page.say("first")
@@ -883,33 +726,11 @@ def test_a_server_that_is_gone_comes_back():
             back.stop()
 
 
-@pytest.mark.full
-def test_a_ready_server_is_left_alone():
-    with scripted(["One."]) as (page, server):
-        page.js(
-            """
-            window.timers = [];
-            const set = setTimeout;
-            window.setTimeout = (work, ms) => (timers.push(ms), set(work, ms));
-            window.setInterval = (work, ms) => timers.push(ms);
-            """
-        )
-        page.js("return checkHealth()")
-        page.say("hello")
-        page.js("return checkHealth()")
-        assert [ms for ms in page.js("return timers") if ms > 60] == [] and server.health_requests == 3
-        server.health = "starting"
-        page.js("return checkHealth()")
-        assert [ms for ms in page.js("return timers") if ms > 60] != []  # so that this would have been seen
-
-
-@pytest.mark.full
 def test_a_model_without_a_template():
     with scripted(template=None) as (page, _):
         page.wait_for_text("This model has no chat template")
 
 
-@pytest.mark.full
 def test_an_answer_is_followed_until_its_reader_scrolls_up():
     lines = [f"line {i}\n" for i in range(200)]
     more, end = threading.Event(), threading.Event()
@@ -934,10 +755,9 @@ def test_an_answer_is_followed_until_its_reader_scrolls_up():
 # ---------------------------------------------------------------- for everybody
 
 
-@pytest.mark.full
 def test_the_keyboard_is_enough():
     more = threading.Event()
-    with scripted(["One."], ["Two"], ["Half", more], ["Whole."]) as (page, server):
+    with scripted(["One."], ["Two"], ["Half", more]) as (page, server):
         page.press("a", Keys.SHIFT + Keys.ENTER + Keys.NULL, "b", Keys.ENTER)  # the focus is where one writes
         page.done()
         assert page.questions == ["a\nb"] and page.answers == ["One."]
@@ -945,8 +765,7 @@ def test_the_keyboard_is_enough():
         order = page.tab_to("New conversation", Keys.SHIFT + Keys.TAB + Keys.NULL)
         assert order == ["Retry", "Edit", "Settings", "New conversation"]
         page.press(Keys.TAB)
-        outline = "return getComputedStyle(document.activeElement).outlineStyle"
-        assert page.js(outline) == "solid"
+        assert page.js("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
         page.press(Keys.ENTER)
         assert page.find("#settings").is_displayed()
         page.press(Keys.TAB, "Rhyme.")
@@ -966,21 +785,15 @@ def test_the_keyboard_is_enough():
         page.done()
         assert page.notes == ["Stopped."] and page.answers == ["Two", "Half"]
         more.set()
-        page.press("d", Keys.ENTER)
-        page.done()
-        assert page.answers == ["Two", "Half", "Whole."]
 
 
-@pytest.mark.full
 def test_screen_readers():
     """Every control has a name, answers are announced when they are whole, and so is the state of the server."""
     more = threading.Event()
     with scripted(["Half", more, " whole"]) as (page, _):
         page.js("askForKey()")
-        controls = page.driver.find_elements(
-            By.CSS_SELECTOR, "header button, footer button, input, textarea, [role=log]"
-        )
-        for control in controls:
+        selector = "header button, footer button, input, textarea, [role=log]"
+        for control in page.driver.find_elements(By.CSS_SELECTOR, selector):
             assert control.accessible_name or not control.is_displayed(), control.get_attribute("outerHTML")
         assert page.find("#input").accessible_name == "Your message"
         page.click("Settings")
@@ -998,7 +811,6 @@ def test_screen_readers():
         assert page.texts("article h2") == ["You", "The model"]
 
 
-@pytest.mark.full
 def test_a_narrow_screen():
     word, code = "w" * 300, "```\n" + "code " * 100 + "\n```"
     marked = [event(reasoning_content=word), f"- **{word}** `{word}`\n  - {word}\n\n  ", code]
@@ -1021,34 +833,6 @@ def test_a_narrow_screen():
         assert page.js(fits)
         box = page.js("return document.getElementById('settings').getBoundingClientRect().toJSON()")
         assert box["left"] >= 0 and box["right"] <= 360 and box["top"] >= 0 and box["bottom"] <= 640
-
-
-def luminance(color: str) -> float:
-    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_colors_have_the_contrast_of_wcag():
-    """4.5 for texts, https://www.w3.org/TR/WCAG22/#contrast-minimum; in light and in dark."""
-    names = ["page", "raised", "quiet", "text", "faint", "accent", "on-accent", "alarm"]
-    light, dark = ({name: re.findall(f"--{name}: (#\\w+);", HTML)[i] for name in names} for i in (0, 1))
-    assert luminance(light["page"]) > 0.8 and luminance(dark["page"]) < 0.05
-    on_pages = [(text, page) for text in ("text", "faint", "accent", "alarm") for page in ("page", "raised", "quiet")]
-    for colors in (light, dark):
-        for text, page in [*on_pages, ("on-accent", "accent")]:
-            low, high = sorted((luminance(colors[text]), luminance(colors[page])))
-            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, page)
-
-
-@pytest.mark.full
-def test_dark_and_light():
-    with scripted() as (page, _):
-        found = {}
-        for scheme in ("light", "dark"):
-            page.scheme(scheme)
-            found[scheme] = page.js("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]")
-        assert found["light"][0] != found["dark"][0] and found["light"][1] != found["dark"][1]
 
 
 # ---------------------------------------------------------------- talking to serve.py
@@ -1083,7 +867,6 @@ def endless(server) -> str:
     raise AssertionError("the model ends all answers")
 
 
-@pytest.mark.full
 def test_answers_are_those_of_the_api(server):
     settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 40, "seed": 5}
     with browsing(server.port) as page:
@@ -1100,7 +883,6 @@ def test_answers_are_those_of_the_api(server):
         assert "Cut off" in page.notes[-1]
 
 
-@pytest.mark.full
 def test_stopping_frees_the_row(server, endless):
     outcome = 'requests_total{outcome="cancelled"}'
     with browsing(server.port) as page:
@@ -1121,7 +903,6 @@ def test_stopping_frees_the_row(server, endless):
         assert server.metric(outcome) == 2 and "Stopped" in page.notes[-1]
 
 
-@pytest.mark.full
 def test_a_server_with_too_many_requests(checkpoint, tmp_path, endless):
     one_row = ["--max_batch_size", 1, "--max_queue", 0]
     with (
@@ -1140,7 +921,6 @@ def test_a_server_with_too_many_requests(checkpoint, tmp_path, endless):
         assert len(page.answers) == 1 and "10 tokens" in page.texts(".numbers")[-1]
 
 
-@pytest.mark.full
 def test_a_conversation_that_is_too_long(server):
     with browsing(server.port) as page:
         page.js("input.value = 'word '.repeat(60000); element('ask').requestSubmit()")
@@ -1148,29 +928,6 @@ def test_a_conversation_that_is_too_long(server):
         assert "the context is 30000" in page.notes[0]
 
 
-@pytest.mark.full
-def test_a_server_that_is_killed_and_started_again(checkpoint, tmp_path, server, endless):
-    with running(tmp_path / "first.txt", *options(checkpoint)) as first, browsing(first.port) as page:
-        page.set(temperature="0")
-        page.send(endless)
-        page.wait(lambda: page.answers and page.answers[-1], "an answer to begin")
-        first.process.kill()
-        page.done()
-        text = page.answers[-1]
-        assert text and len(page.notes) == 1
-        page.wait_for_text("This page keeps looking for it.")
-        assert page.answers == [text]
-        with running(tmp_path / "second.txt", *options(checkpoint), "--port", first.port):
-            page.wait_for_text("The server is ready again.")
-            page.set(max_tokens="30")
-            page.click("Retry")
-            page.done()
-            body = {"messages": [{"role": "user", "content": endless}], "max_tokens": 30, "temperature": 0}
-            choice = server.post("/v1/chat/completions", body | {"top_p": 0.95})["choices"][0]
-            assert page.answers == [choice["message"]["content"]]
-
-
-@pytest.mark.full
 def test_a_server_with_a_key(checkpoint, tmp_path):
     with running(tmp_path / "log.txt", *options(checkpoint), "--api_key", KEY) as server, browsing(server.port) as page:
         page.set(max_tokens="10", seed="1")
@@ -1188,19 +945,6 @@ def test_a_server_with_a_key(checkpoint, tmp_path):
         page.load()
         page.say("and now?")
         assert len(page.answers) == 2 and not page.find("#key-form").is_displayed()
-
-
-@pytest.mark.full
-def test_the_default_model(default_checkpoint, tmp_path):
-    with (
-        running(tmp_path / "log.txt", "--checkpoint_path", default_checkpoint) as server,
-        browsing(server.port) as page,
-    ):
-        page.set(temperature="0", max_tokens="40")
-        page.say("Hello")  # to which one answer is much likelier than all others, also where bfloat16 rounds otherwise
-        body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 40}
-        choice = server.post("/v1/chat/completions", body)["choices"][0]
-        assert page.answers == [choice["message"]["content"]]
 
 
 # ---------------------------------------------------------------- pages of other sites
@@ -1252,7 +996,6 @@ def another_site(server):
         site.server_close()
 
 
-@pytest.mark.full
 def test_a_page_of_another_site_with_the_key(checkpoint, tmp_path):
     """It has answers, streams and errors, with the headers that clients send."""
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -1265,27 +1008,18 @@ def test_a_page_of_another_site_with_the_key(checkpoint, tmp_path):
         status, request_id, text, _ = fetch("/v1/chat/completions", "POST", chat, **openai)
         assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == expected
         assert re.fullmatch("req_[0-9a-f]+", request_id)
-        status, _, text, pieces = fetch("/v1/chat/completions", "POST", chat | {"stream": True}, **openai)
-        events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
-        assert status == 200 and "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == expected
-        assert pieces > 5 and text.endswith("data: [DONE]\n\n")
         status, _, text, pieces = fetch("/v1/messages", "POST", chat | {"stream": True}, **anthropic)
         assert status == 200 and pieces > 5 and "event: message_stop" in text
         assert fetch("/health")[0] == 200 and fetch("/v1/models", **key)[0] == 200
-        for status, code, sent in (
-            (401, "invalid_api_key", ("/v1/models",)),
-            (401, "invalid_api_key", ("/v1/chat/completions", "POST", chat, {"Authorization": "Bearer another"})),
-            (404, "not_found", ("/nowhere", "POST", chat, key)),
-            (400, "invalid_json", ("/v1/chat/completions", "POST", "{", key)),
-            (413, "request_too_large", ("/v1/chat/completions", "POST", "x" * 9_000_000, key)),
-            (431, None, ("/v1/models", "GET", None, key | {"X_Long": "x" * 20_000})),
+        for status, code, path, body, headers in (
+            (401, "invalid_api_key", "/v1/chat/completions", chat, {"Authorization": "Bearer another"}),
+            (400, "invalid_json", "/v1/chat/completions", "{", key),
+            (431, None, "/v1/models", None, key | {"X_Long": "x" * 20_000}),
         ):
-            *arguments, headers = sent if isinstance(sent[-1], dict) else (*sent, {})
-            found, request_id, text, _ = fetch(*arguments, **headers)
+            found, request_id, text, _ = fetch(path, "GET" if body is None else "POST", body, **headers)
             assert found == status and json.loads(text)["error"]["code"] == code and request_id.startswith("req_")
 
 
-@pytest.mark.full
 def test_a_page_of_another_site_without_a_key(server):
     with another_site(server) as fetch:
         read = server.metric("tokens_written_total")

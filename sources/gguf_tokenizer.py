@@ -6,7 +6,6 @@ that end a text; byte-level BPE; sentencepiece. gguf_file.py reads the rest of t
 
 import re
 import struct
-from collections import Counter
 from pathlib import Path
 
 from cli import UserError, first_line, print_status, printable
@@ -91,9 +90,6 @@ def read_fields(path: Path, metadata: dict) -> dict:
         raise ValueError("tokens is not a list of strings")
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     fields["tokens"] = tokens
-    if len(set(tokens)) < len(tokens):
-        twice = Counter(tokens).most_common(1)[0][0]
-        print_status(f"warning: {path}: {START}tokens has {short(twice)} twice; only the last one is used")
 
     for name in sorted(TOKEN_IDS & fields.keys()):
         value = fields[name]
@@ -101,9 +97,6 @@ def read_fields(path: Path, metadata: dict) -> dict:
             del fields[name]
             why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
             print_status(f"warning: {path}: {START}{name} = {short(value)} {why}")
-
-    if fields.get("add_eos_token"):
-        print_status(f"{path}: {START}add_eos_token is ignored: a prompt has no EOS token at its end")
 
     if fields.get("model") == "llama":
         add_sentencepiece_defaults(fields)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import INDEX, SafetensorsReader, make_config, safetensors_header, weight_paths
-from cli import UserError, first_line, print_status, read_json
+from cli import UserError, first_line, read_json
 from config import Config
 from sources.families import FAMILIES, Family, Layout
 from sources.fields import Fields
@@ -251,21 +251,17 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         return library.token_to_id(token)
 
     bos, eos_ids = special_ids(directory, named, token_id)
-    if library is not None:
-        before, after = surrounding_tokens(library)
-    else:  # beside a tokenizer.json, transformers ignores these two settings
-        before = [bos] if settings.get("add_bos_token") and bos is not None else []
-        after = eos_ids[:1] if settings.get("add_eos_token") else []
-    if len(before) > 1 or after:
-        many = f"{len(before)} tokens before and {len(after)} after a text"
-        print_status(f"{directory}: its tokenizer adds {many}; a prompt here has at most one before it")
+    if library is not None:  # then transformers ignores add_bos_token
+        first = first_token(library)
+    else:
+        first = bos if settings.get("add_bos_token") else None
     return {
-        "bos_token_id": before[0] if before else bos,
+        "bos_token_id": bos if first is None else first,
         "eos_token_ids": list(dict.fromkeys(eos_ids)),
         "bos_token": texts.get(bos),  # these two are for files that do not name the tokens
         "eos_token": texts.get(eos_ids[0]) if eos_ids else None,
         **named,
-        "add_bos_token": bool(before),
+        "add_bos_token": first is not None,
         "added_tokens": added,
         "legacy": settings.get("legacy", True) is not False,
     }
@@ -296,12 +292,10 @@ def special_ids(directory: Path, named: dict, token_id: Callable) -> tuple[int |
     return bos, eos_ids
 
 
-def surrounding_tokens(library) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor of a tokenizer.json puts before a text, and after it."""
-    library.no_truncation()
+def first_token(library) -> int | None:
+    """The id that the post-processor of a tokenizer.json puts before a text, or None. (It may put more
+    there, and others after the text, which a prompt here does not have.)"""
     library.no_padding()
     encoding = library.encode("a")
-    text = [i for i, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-    if not text:  # the vocabulary lacks this letter
-        return encoding.ids[:1], encoding.ids[1:]
-    return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
+    is_added = encoding.special_tokens_mask
+    return encoding.ids[0] if is_added and is_added[0] else None

@@ -65,8 +65,6 @@ def fetch(wheels: Wheels, folder: Path) -> Path:
     UserError if the download fails.
     """
     path = folder / wheels.file
-    if path.exists():
-        return path
     parts = folder / f".{wheels.file}.parts"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / f".{wheels.file}.lock", f"downloads {wheels.file}"):

@@ -403,11 +403,10 @@ def test_an_id_outside_the_vocabulary_counts_as_absent(file, capsys, name, value
     assert (absent["bos_token_id"], absent["add_bos_token"], absent["eos_token_ids"]) == (None, False, [1])
 
 
-def test_an_eos_token_is_not_added(file, capsys):
+def test_an_eos_token_is_not_added(file):
     fields = {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.add_bos_token": True}
     tokenizer = Tokenizer(with_fields(file, **fields, **{"tokenizer.ggml.bos_token_id": 0}).tokenizer_files())
     assert tokenizer.encode("x")[0] == 0 and len(tokenizer.encode("x")) == 2
-    assert "add_eos_token is ignored" in capsys.readouterr().err
 
 
 BROKEN = b"\xff\xfe\xff"
@@ -442,7 +441,7 @@ def test_invalid_utf8_in_the_metadata(file, tmp_path, capsys):
     assert greedy(load_model(open_gguf(path)), prompts, 6) == greedy(load_model(open_gguf(file)), prompts, 6)
 
 
-def test_empty_tokens_get_names_and_the_same_token_twice_is_named(file, capsys):
+def test_empty_tokens_get_names_and_of_a_token_twice_the_last_one_is_used(file):
     """Two empty tokens as well. Their merges are left out."""
     tokens = list(GgufFile(file).metadata["tokenizer.ggml.tokens"])
     before = Tokenizer(GgufFile(file).tokenizer_files())
@@ -451,10 +450,8 @@ def test_empty_tokens_get_names_and_the_same_token_twice_is_named(file, capsys):
     after = Tokenizer(with_fields(file, **{"tokenizer.ggml.tokens": emptied}).tokenizer_files())
     assert after.decode([one, other]) == f"[EMPTY_{one}][EMPTY_{other}]"
     assert after.decode(after.encode("the camel 1")) == "the camel 1" and after.encode("<|end|>") == [1]
-    assert "twice" not in capsys.readouterr().err
     emptied[other] = tokens[5]
     twice = Tokenizer(with_fields(file, **{"tokenizer.ggml.tokens": emptied}).tokenizer_files())
-    assert f"tokens has {tokens[5]!r} twice; only the last one is used" in capsys.readouterr().err
     assert (twice.decode([5]), twice.decode([other])) == ("", before.decode([5]))
 
 

@@ -28,6 +28,7 @@ from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write
 from programs import main
 from safetensors.torch import load_file, save, save_file
 from texts import strings
+from tokenizers import Tokenizer as Library
 
 import convert_hf_checkpoint
 from checkpoint import read_config, read_quantization
@@ -227,15 +228,12 @@ def test_sizes_of_lfm2_are_those_of_transformers(tmp_path, layers, multiplier, a
     "fields, why",
     [
         ({"block_use_swiglu": False}, "block_use_swiglu = false changes"),
-        ({"use_pos_enc": False}, "use_pos_enc = false changes"),
         ({"layer_types": ["conv"] * 15}, "must be full_attention or conv for each of 16"),
         ({"layer_types": ["sliding_attention"] * 16}, "must be full_attention or conv for each of 16"),
         ({"conv_L_cache": 1}, "conv_width 1 is too small"),
         ({"conv_bias": "no"}, "bias must be true or false, not 'no'"),
         ({"block_ffn_dim_multiplier": None}, "wrong type or size"),
-        ({"block_multiple_of": 0}, "wrong type or size"),
         ({"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM .model_type lfm2_m"),
-        ({"model_type": "lfm2_moe", "architectures": None}, "model_type lfm2_moe"),
     ],
     ids=str,
 )
@@ -250,6 +248,7 @@ def test_fields_of_lfm2_that_are_refused(tmp_path, fields, why):
         "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
         "ibm-granite__granite-3.3-8b-instruct-FP8": "quantization_config = .*compressed-tensors.* changes",
         "microsoft__phi-2": "PhiForCausalLM",
+        "mistralai__Devstral-2-123B-Instruct-2512": 'quantization_config = .*"quant_method": "fp8".* is not supported',
     }.items(),
 )
 def test_real_configs_that_are_not_supported_are_refused(name, why, tmp_path):
@@ -266,42 +265,24 @@ def test_ministral3_needs_the_original_context(tiny, tmp_path):
             hf_config(tmp_path)
 
 
-def test_a_real_config_of_a_quantized_model_is_refused(tmp_path):
-    fields = json.loads((CONFIGS / "mistralai__Devstral-2-123B-Instruct-2512.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match='quantization_config = .*"quant_method": "fp8".* is not supported'):
-        hf_config(tmp_path)
-    del fields["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = hf_config(tmp_path)
-    assert (config.n_layer, config.max_seq_length, config.query_scale_beta) == (88, 262144, None)
-    assert config.rope_scaling.attention_factor == pytest.approx(1 + 0.1 * math.log(64)), "mscale_all_dim is 0"
-
-
 @pytest.mark.parametrize(
     "fields, why",
     [
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu" changes'),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; known: default, lin"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
         ({"rope_parameters": SCALED_QUERIES}, "has llama_4_scaling_beta, which is not supported with 'yarn'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, which is not supp"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a part of each head"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention, which is not supported"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25 changes"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq.* changes"),
         ({"num_local_experts": 8}, "num_local_experts = 8 changes"),
         ({"sliding_window": 64}, "sliding_window = 64 is ignored by"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": "bert"}, "model_type bert"),
         ({"hidden_size": "36"}, "config.json"),
-        ({"num_attention_heads": 0}, "config.json"),
         ({"num_hidden_layers": 10**9}, "n_layer must be a positive integer of at most 10000, not 1000000000"),
         ({"num_key_value_heads": 5}, "n_head 6 is not a multiple of n_kv_head 5"),
         ({"vocab_size": ...}, "lacks vocab_size"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"rope_parameters": "linear"}, "config.json"),
     ],
     ids=str,
 )
@@ -513,36 +494,15 @@ def test_unneeded_tensors_are_skipped(hf, tiny, tmp_path):
     assert same(convert(open_hf(hf), tmp_path / "out", torch.float32), tiny("llama-gqa-biased")[2])
 
 
-def with_header(header: dict | bytes) -> bytes:
-    """A safetensors file with this header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(100_000)
-
-
-def damaged_entries(entry: dict):
-    """Entries of a header with offsets that are none."""
-    for offsets in ([], [0], [0, None], ["0", "8"], [8, 0], {}, None, 5, [[0], [8]], [0, 2**70], [-8, 0], [0.5, 8.5]):
-        yield entry | {"data_offsets": offsets}
-    yield from ({}, [], None, "x", {key: value for key, value in entry.items() if key != "data_offsets"})
-
-
 def test_damaged_safetensors(hf, tmp_path):
     path = hf / "model.safetensors"
     whole = path.read_bytes()
-    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
-    last = max((k for k in header if k != "__metadata__"), key=lambda name: header[name]["data_offsets"])
     for damaged, why in (
         (whole[:-100], "is truncated, or not a readable safetensors file: .* not fully covered"),
         (whole[:300], "not a readable safetensors file"),
         (b"", "not a readable safetensors file"),
         (os.urandom(4096), "not a readable safetensors file"),
         (whole[:8] + b"}" + whole[9:], "not a readable safetensors file"),
-        *(
-            (with_header(header | {last: entry}), "not a readable safetensors file")
-            for entry in damaged_entries(header[last])
-        ),
-        (with_header(b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "not a readable safetensors file"),
-        (with_header(b'{"a": ' * 200_000 + b"1" + b"}" * 200_000), "not a readable safetensors file"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=why):
@@ -594,12 +554,6 @@ def test_the_index_of_an_older_model_is_ignored(tmp_path):
         shutil.copyfile(path, one / path.name)
     shutil.copyfile(other / "model.safetensors.index.json", one / "model.safetensors.index.json")
     assert same(convert(open_hf(one), tmp_path / "out", torch.float32), expected)
-    state = load_file(one / "model.safetensors")
-    for path in one.glob("model*"):
-        path.unlink()
-    torch.save(state, one / "pytorch_model.bin")
-    (one / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(state, "gone.bin")}))
-    assert same(convert(open_hf(one), tmp_path / "bin", torch.float32), expected)
 
 
 class Malicious:
@@ -651,6 +605,11 @@ def greedy(directory, prompts, n):
     return continued(directory, prompts, n, SamplingParams(temperature=0.0))
 
 
+def vocabulary(byte_level, pre="gpt-2", **more):
+    """The fields of a GGUF file about a byte-level tokenizer."""
+    return bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), pre, **more)
+
+
 def continued(directory, prompts, n, params):
     engine = Engine(load_model(directory, dtype=torch.float32), len(prompts), 256)
     requests = [Request(prompt, params, n) for prompt in prompts]
@@ -664,13 +623,11 @@ def continued(directory, prompts, n, params):
 )
 def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):
     """A float32 GGUF file of the same model gives the same tensors, bit for bit, and the same Config."""
-    from tokenizers import Tokenizer as Library
-
     oracle, _, expected = tiny(name)
     extra = {}
     if name == "llama-mqa-linear":
         extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    fields = vocabulary(byte_level)
     write_gguf(tmp_path / "x.gguf", oracle, fields, extra=extra)
     out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
     assert same(out, expected)
@@ -678,11 +635,9 @@ def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):
 
 
 def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):
-    from tokenizers import Tokenizer as Library
-
     oracle, _, expected = tiny("llama-llama3")
     config = read_config(expected)
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "llama-bpe", bos_token_id=0)
+    fields = vocabulary(byte_level, "llama-bpe", bos_token_id=0)
     write_gguf(tmp_path / "x.gguf", oracle, fields, tensors={"rope_freqs.weight": llama3_divisors(config)})
     out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
     assert same(out, expected) and read_config(out).rope_scaling.kind == "factors"
@@ -692,25 +647,6 @@ def test_gguf_llama3_scaling_is_a_tensor(tiny, tmp_path, byte_level):
 
 
 Q = gguf.GGMLQuantizationType
-
-
-@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0, Q.F16, Q.BF16], ids=lambda kind: kind.name)
-def test_gguf_quantized_tensors_are_dequantized(tmp_path, byte_level, kind):
-    from tokenizers import Tokenizer as Library
-
-    config = transformers.LlamaConfig(
-        vocab_size=131, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-        num_hidden_layers=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
-    write_gguf(tmp_path / "x.gguf", model, fields, quantize=lambda name: kind)
-    out = weights(convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32))
-    down = model.model.layers[1].mlp.down_proj.weight.detach().numpy()
-    expected = gguf.quants.dequantize(gguf.quants.quantize(down, kind), kind)
-    assert np.array_equal(out["blocks.1.mlp.down.weight"].numpy(), expected)
-    assert not np.array_equal(expected, down)
 
 
 def mixed(name):
@@ -752,8 +688,6 @@ KEPT |= {
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, blocks, tables):
     """For every mixture of types, the unpacked weights equal the dequantized ones bit for bit, and so do the tokens."""
-    from tokenizers import Tokenizer as Library
-
     kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
     tied = " " not in tables
     config = kind(
@@ -762,7 +696,7 @@ def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, bl
     )  # fmt: skip
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    fields = vocabulary(byte_level)
     write_gguf(tmp_path / "x.gguf", model, fields, quantize=kinds)
     kept = convert(open_gguf(tmp_path / "x.gguf"), tmp_path / "kept", torch.float32)
     plain = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "plain", torch.float32)
@@ -801,12 +735,10 @@ def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, ca
 
 
 def small_gguf(path, byte_level, kind):
-    from tokenizers import Tokenizer as Library
-
     config = transformers.LlamaConfig(
         vocab_size=131, hidden_size=256, num_attention_heads=4, intermediate_size=256, num_hidden_layers=1
     )
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    fields = vocabulary(byte_level)
     write_gguf(path, transformers.LlamaForCausalLM(config), fields, quantize=lambda name: kind)
     return path
 
@@ -815,9 +747,7 @@ def small_gguf(path, byte_level, kind):
 def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):
     """The ids equal those of transformers' tokenizer for the same file. All files have the same vocabulary, and only
     split text differently. transformers does not know "smollm", which is tested on the default model."""
-    from tokenizers import Tokenizer as Library
-
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), pre, bos_token_id=0)
+    fields = vocabulary(byte_level, pre, bos_token_id=0)
     fields["tokenizer.chat_template"] = "{{ messages }}"
     write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
     out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
@@ -842,7 +772,6 @@ def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):
 
 def test_a_second_template_for_tools_is_read_and_kept(hf, tiny, tmp_path, byte_level):
     """It is named tool_use in a GGUF file, in a list in tokenizer_config.json, and in a directory of its own."""
-    from tokenizers import Tokenizer as Library
 
     def templates(source):
         files = source.tokenizer_files
@@ -851,7 +780,7 @@ def test_a_second_template_for_tools_is_read_and_kept(hf, tiny, tmp_path, byte_l
         shutil.rmtree(tmp_path / "out")
         return files.template, files.tool_template
 
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    fields = vocabulary(byte_level)
     fields |= {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use", "rag"]}
     fields |= {"tokenizer.chat_template.tool_use": "tools ä", "tokenizer.chat_template.rag": "documents"}
     write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
@@ -928,50 +857,17 @@ def test_what_a_gguf_sentencepiece_tokenizer_may_leave_out(tmp_path, sentencepie
         ({"llama.expert_count": 8}, {}, "expert_count = 8 makes this a mixture of experts"),
         ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count = 4 rotates a part"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, {}, "longrope"),
-        ({"general.architecture": "gemma"}, {}, "architecture gemma is not known"),
         ({}, {"blk.1.ffn_up.weight": None}, "lacks tensor blk.1.ffn_up.weight"),
         ({}, {"blk.1.strange.weight": np.ones(3, np.float32)}, "holds tensor blk.1.strange.weight"),
         ({}, {"blk.0.attn_k.weight": np.ones((61, 60), np.float32)}, r"blk.0.attn_k.weight is \(61, 60\)"),
     ],
 )
 def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):
-    from tokenizers import Tokenizer as Library
-
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2") | extra
-    architecture = fields.pop("general.architecture", None)
-    skip = "llama.rope.dimension_count" in fields
     path = tmp_path / "x.gguf"
-    if skip:
-        value = fields.pop("llama.rope.dimension_count")
-    write_gguf(path, tiny("llama-mha")[0], fields, tensors=tensors)
-    raw = path.read_bytes()
-    if architecture:
-        raw = raw.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma", 1)
-    if skip:
-        at = raw.index(b"llama.rope.dimension_count") + len(b"llama.rope.dimension_count") + 4
-        raw = raw[:at] + value.to_bytes(4, "little") + raw[at + 4 :]
-    path.write_bytes(raw)
+    write_gguf(path, tiny("llama-mha")[0], vocabulary(byte_level), extra=extra, tensors=tensors)
     with pytest.raises(UserError, match=why):
         convert(open_gguf(path, dequantize=True), tmp_path / "out", torch.float32)
     assert os.listdir(tmp_path) == ["x.gguf"]
-
-
-def test_gguf_damaged(tiny, tmp_path, byte_level):
-    from tokenizers import Tokenizer as Library
-
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
-    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
-    raw = (tmp_path / "x.gguf").read_bytes()
-    for damaged, why in (
-        (raw[:-1000], r"is not a readable GGUF file: truncated: tensor [\w.]+ ends at byte"),
-        (raw[: len(raw) // 2], "truncated: tensor"),
-        (raw[:5000], "not a readable GGUF file"),
-        (b"", "not a readable GGUF file"),
-        (b"GGUX" + raw[4:5000], "not a readable GGUF file"),
-    ):
-        (tmp_path / "x.gguf").write_bytes(damaged)
-        with pytest.raises(UserError, match=why):
-            GgufFile(tmp_path / "x.gguf")
 
 
 # ---------------------------------------------------------------- where sources come from, and where they go
@@ -1249,7 +1145,7 @@ def test_a_head_of_its_own_is_quantized_split_and_counted(tiny, tmp_path, capsys
 
 
 def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path):
-    """Names with and without "transformer.", safetensors and .bin, one file and 72 files give the same bits."""
+    """Names with and without "transformer.", one file and 72 files give the same bits."""
     _, hf, expected = tiny("bloom-12")
     tensors = load_file(hf / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -1264,8 +1160,6 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path):
         return tmp_path / name
 
     save_file(bare, directory("bare", old) / "model.safetensors")
-    torch.save(bare, directory("bin", old) / "pytorch_model.bin")
-    torch.save(tensors, directory("old bin", old) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     sharded, weight_map = directory("sharded", old), {}
     for i, name in enumerate(bare):
         shard = f"pytorch_model_{i % 72 + 1:05}-of-00072.bin"  # as bigscience/bloom names them
@@ -1273,7 +1167,7 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path):
     for shard in set(weight_map.values()):
         torch.save({name: bare[name] for name in bare if weight_map[name] == shard}, sharded / shard)
     (sharded / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for name in ("bare", "bin", "old bin", "sharded"):
+    for name in ("bare", "sharded"):
         out = convert(open_hf(tmp_path / name), tmp_path / f"{name} out", torch.float32)
         assert same(out, expected) and read_config(out) == read_config(expected)
     for directory in (expected, tmp_path / "bare"):  # our config.json is told from BLOOM's, which has n_layer too
@@ -1322,9 +1216,6 @@ print(peak() - start)
     assert done.returncode == 0, done.stderr
     total = sum(path.stat().st_size for path in tmp_path.glob("*.bin")) / 2**20
     assert total > 370 and float(done.stdout) < total / 3
-    original = torch.load(tmp_path / "pytorch_model_00003-of-00072.bin")["h.1.self_attention.query_key_value.weight"]
-    ours = weights(tmp_path / "out")["blocks.1.attention.qkv.weight"]
-    assert torch.equal(ours.view(3, H, D // H, D)[2, 4], original.view(H, 3, D // H, D)[4, 2])
 
 
 def test_real_bloom_configs_are_read_without_a_warning(tmp_path, capsys):
@@ -1343,52 +1234,22 @@ def test_real_bloom_configs_are_read_without_a_warning(tmp_path, capsys):
         hf_config(tmp_path)
 
 
-def bloom_tokenizer(corpus):
-    """A tokenizer like BLOOM's (byte-level BPE, its regex, special ids 0 to 3) with another vocabulary."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as Library
-
-    library = Library(models.BPE())
-    regex = Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+")
-    cut = pre_tokenizers.Split(regex, behavior="isolated")
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_])
-    library.decoder = decoders.ByteLevel()
-    special = ["<unk>", "<s>", "</s>", "<pad>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=special, initial_alphabet=bytes_.alphabet(), show_progress=False
-    )
-    library.train_from_iterator(corpus, trainer)
-    return library
-
-
-def test_bloom_tokenizer_and_the_padding_of_its_table(tmp_path):
-    """The ids of 200 strings equal those of transformers. Ids that only pad the embedding table are never sampled, even
-    if they are the likeliest by far."""
-    library = bloom_tokenizer(strings(n=150))
+def test_ids_that_pad_blooms_table_are_never_sampled(byte_level, tmp_path):
+    """Even if they are the likeliest by far."""
+    library = Library.from_file(str(byte_level / "tokenizer.json"))
     known = library.get_vocab_size()
-    V = known + 41
-    config = transformers.BloomConfig(vocab_size=V, hidden_size=36, n_head=3, n_layer=2)
     torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=known + 41, hidden_size=36, n_head=3, n_layer=2)
     oracle = transformers.BloomForCausalLM(config).eval()
     with torch.no_grad():
         oracle.transformer.word_embeddings.weight.normal_()
         oracle.transformer.word_embeddings.weight[known:] *= 30
-    hf = tmp_path / "hf"
-    oracle.save_pretrained(hf)
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
-    reference.save_pretrained(hf)
-    ours = convert(open_hf(hf), tmp_path / "ours", torch.float32)
-    tokenizer = Tokenizer(ours)
-    texts = strings(["<s>", "</s>", "<pad>"])
-    assert len(texts) >= 200
-    for text in texts:
-        assert tokenizer.encode(text) == reference(text).input_ids, repr(text)
-    assert tokenizer.eos_ids == (2,) and read_config(ours).n_token == known
+    oracle.save_pretrained(tmp_path / "hf")
+    library.save(str(tmp_path / "hf" / "tokenizer.json"))
+    ours = convert(open_hf(tmp_path / "hf"), tmp_path / "ours", torch.float32)
+    assert read_config(ours).n_token == known
     prompts = random_prompts((3, 17, 40), V=known)
-    padding = hf_greedy(oracle, prompts[1], 12)
-    assert max(padding) >= known, "transformers samples them"
+    assert max(hf_greedy(oracle, prompts[1], 12)) >= known, "transformers samples them"
     for params in (SamplingParams(temperature=0.0), SamplingParams(repetition_penalty=1.3, temperature=2.0, seed=1)):
         assert max(map(max, continued(ours, prompts, 20, params))) < known
 

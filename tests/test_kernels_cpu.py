@@ -4,15 +4,11 @@ import copy
 import gc
 import itertools
 import os
-import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -31,9 +27,9 @@ from checkpoint import empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import MAX_CONV_WIDTH, CpuInstaller, state_names
+from cpu.install import MAX_CONV_WIDTH, state_names
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
-from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, matrices, pack, swap
+from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme
 from kernels import DELTA_WINDOW, KERNELS, MAX_DECODE_TOKENS, attention_reference
 from layers import Embedding, Linear
 from load import choose_installer, install_kernels, load_model
@@ -257,12 +253,6 @@ def test_cpp_and_python_have_the_same_numbers():
     assert ours.items() <= numbers.items()
     assert re.search(r"L2_EPS = (\S+)f;", text)[1] == str(L2_EPS).replace("e-0", "e-")
 
-    begin = r"struct \w+ : (?:Small)?Blocks<(?:(\d+), )?(\d+)(?:, true|, false)?>"
-    found = re.findall(begin + r' \{\n.*NAME = "(\w+)"', text)
-    blocks = {name: (int(columns or 32), int(nbytes)) for columns, nbytes, name in found}
-    parts = {name: format.parts[0] for name, format in FORMATS.items() if format.parts[0].name == "blocks"}
-    assert blocks == {name: (part.columns, part.count) for name, part in parts.items()}
-
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("N, K, groupsize", [(33, 45, 32), (16, 64, 0), (50, 129, 64)])
@@ -331,27 +321,23 @@ def test_opcheck_of_blocks(tiny, name):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    x = numbers(2, 40)
+    x, w = numbers(2, 40), numbers(3, 40)
     p = PackedLinear(quantized("int4", 21, 40, 32, False, torch.float32)[0], True)
-    with pytest.raises(RuntimeError, match=r"weight: expected \[3, 40\] in Float.*; got \[3, 41\]"):
-        ops.linear(x, numbers(3, 41), None)
-    with pytest.raises(RuntimeError, match=r"bias: expected \[3\] .* got \[4\]"):
-        ops.linear(x, numbers(3, 40), numbers(4))
     parts = [torch.zeros(21, 20, dtype=torch.uint8), *(torch.zeros(21, 2, dtype=torch.float16) for _ in range(2))]
-    with pytest.raises(RuntimeError, match=r"packed weight: expected \[1920\] .* got \[1280\]"):
-        ops.prepare_layer("int4", p.weight, None, 40, 40, 32, True)
-    with pytest.raises(RuntimeError, match=r"packed weight: expected \[1280\] .* got \[1279\]"):
-        ops.pack_layer("int4", parts, 40, 32, p.weight[1:])
-    with pytest.raises(RuntimeError, match="int8 has 2 parts, not 3"):
-        ops.pack_layer("int8", parts, 40, 32, torch.empty(2176, dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match="q4_0: 21 bytes for 40 columns"):
-        ops.pack_layer("q4_0", [torch.zeros(21, 21, dtype=torch.uint8)], 40, 32, torch.empty(1152, dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match="there are no kernels for the format int3"):
-        ops.prepare_layer("int3", p.weight, None, 21, 40, 32, True)
-    with pytest.raises(RuntimeError, match="a layer of 21 outputs and 40 inputs, not 21 and 39"):
-        ops.linear_packed(x[:, :39], p.prepared.handle, 21)
-    with pytest.raises(RuntimeError, match="there is no handle 1000000"):
-        ops.linear_packed(x, 10**6, 21)
+    block, to = [torch.zeros(21, 21, dtype=torch.uint8)], torch.empty(2176, dtype=torch.uint8)
+    for operation, arguments, said in (
+        (ops.linear, (x, numbers(3, 41), None), r"weight: expected \[3, 40\] in Float.*; got \[3, 41\]"),
+        (ops.linear, (x, w, numbers(4)), r"bias: expected \[3\] .* got \[4\]"),
+        (ops.prepare_layer, ("int4", p.weight, None, 40, 40, 32, True), r"expected \[1920\] .* got \[1280\]"),
+        (ops.prepare_layer, ("int3", p.weight, None, 21, 40, 32, True), "there are no kernels for the format int3"),
+        (ops.pack_layer, ("int4", parts, 40, 32, p.weight[1:]), r"packed weight: expected \[1280\] .* got \[1279\]"),
+        (ops.pack_layer, ("int8", parts, 40, 32, to), "int8 has 2 parts, not 3"),
+        (ops.pack_layer, ("q4_0", block, 40, 32, to[:1152]), "q4_0: 21 bytes for 40 columns"),
+        (ops.linear_packed, (x[:, :39], p.prepared.handle, 21), "a layer of 21 outputs and 40 inputs, not 21 and 39"),
+        (ops.linear_packed, (x, 10**6, 21), "there is no handle 1000000"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            operation(*arguments)
 
 
 # ---------------------------------------------------------------- attention
@@ -457,16 +443,16 @@ def test_queries_that_see_nothing_beside_others_that_do(dtype, window, start, T)
 
 def test_attention_refuses_what_lies_outside_the_cache():
     case = attention_case(0, torch.float32, 2, 3, 1, 2, 16, 20, None, False, False, False)
-    q, k_cache, v_cache, input_pos, *rest = case
-    for bad, said in ((28, "position 28 of 28"), (-2, "position -2 of 28")):
+    q, k, v, at, *rest = case
+    for k_cache, v_cache, input_pos, rows, said in (
+        (k, v, torch.where(at == at[1, 2], 28, at), None, "position 28 of 28"),
+        (k, v, torch.where(at == at[1, 2], -2, at), None, "position -2 of 28"),
+        (k, v, at, torch.tensor([0, 3]), "row 3 of 3"),
+        (k[:1], v[:1], at, None, "a cache of .* for 2 rows"),
+        (k, v[:, :, 1:], at, None, "v_cache: expected"),
+    ):
         with pytest.raises(RuntimeError, match=said):
-            ops.attention(q, k_cache, v_cache, torch.where(input_pos == input_pos[1, 2], bad, input_pos), *rest)
-    with pytest.raises(RuntimeError, match="row 3 of 3"):
-        ops.attention(q, k_cache, v_cache, input_pos, torch.tensor([0, 3]), None, None, 1.0)
-    with pytest.raises(RuntimeError, match="a cache of .* for 2 rows"):
-        ops.attention(q, k_cache[:1], v_cache[:1], input_pos, None, None, None, 1.0)
-    with pytest.raises(RuntimeError, match="v_cache: expected"):
-        ops.attention(q, k_cache, v_cache[:, :, 1:], input_pos, *rest)
+            ops.attention(q, k_cache, v_cache, input_pos, rows, *rest[1:])
 
 
 # ---------------------------------------------------------------- in models
@@ -615,67 +601,6 @@ def test_compiled_equals_eager(checkpoint):
     assert greedy(model, prompts, 20, prefill, decode) == greedy(model, prompts, 20)
 
 
-def wide_model(format):
-    """A bfloat16 layer with D = 2048, a width at which torch's norms and products split a row over threads."""
-    config = Config(1, 16, 4, 128, 2048, 2752, 1009, 512, tied_embeddings=True)
-    model = empty_model(config).to(torch.bfloat16).to_empty(device="cpu").eval()
-    torch.manual_seed(0)
-    for weight in model.state_dict().values():
-        weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02)
-    weights = {name: module.weight for name, module in matrices(model)}
-    swap(model, Quantization(format, 32, format).scheme if format else lambda name: None)
-    for name, weight in weights.items() if format else ():
-        model.get_submodule(name).load_state_dict(pack(weight, format, 32), assign=True)
-    assert CpuInstaller(model).finish()
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format, compiled", [(None, False), ("int8", False), ("int4", False), ("int4", True)])
-def test_a_row_of_a_wide_model_has_the_same_bits_in_any_batch(format, compiled):
-    """A whole model, token by token: each row alone or beside rows of other lengths, with one thread and with two."""
-    torch.use_deterministic_algorithms(False)
-    torch._dynamo.reset()
-    model, prompts = wide_model(format), random_prompts((2, 5, 9), V=1009)
-    step = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
-    model.setup_caches(3, 64)
-
-    @torch.no_grad()
-    def logits(rows, steps):
-        found = [[] for _ in rows]
-        for t in range(steps):
-            tokens = torch.tensor([[row[t] if t < len(row) else 0] for row in rows])
-            position = torch.tensor([[t if t < len(row) else -1] for row in rows])
-            for kept, row, out in zip(found, rows, step(tokens, position)):
-                if t < len(row):
-                    kept.append(out.clone())
-        return [torch.stack(kept) for kept in found]
-
-    together = logits(prompts, 9)
-    for n in (1, 2):
-        torch.set_num_threads(n)
-        for row, expected in zip(prompts, together):
-            assert torch.equal(logits([row], len(row))[0], expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("quantization", [None, Quantization("int8", 32, "int8"), Quantization("int4", 32, "int8")])
-def test_the_default_model_equals_plain_torch(default_checkpoint, tmp_path, quantization):
-    """The greedy tokens are equal in float32: 64 tokens after each of 32 prompts."""
-    torch.use_deterministic_algorithms(False)
-    directory = default_checkpoint
-    if quantization is not None:
-        directory = tmp_path / "q"
-        quantize_checkpoint(default_checkpoint, directory, quantization)
-    model, prompts = (
-        load_model(directory, dtype=torch.float32),
-        random_prompts([1 + 7 * i for i in range(32)], 49152, 4),
-    )
-    for start in range(0, 32, 8):
-        few = prompts[start : start + 8]
-        assert greedy(model, few, 64) == plain_tokens(directory, few, 64)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
 def test_the_default_model_compiled_eager_in_a_batch_and_alone(default_checkpoint, tmp_path, format):
@@ -768,12 +693,6 @@ def test_no_instruction_that_the_instruction_set_lacks(instructions):
     assert any("vpdpbusd" in text for _, text in found) == ("avx_vnni" in instructions.needs)
     assert any("vpmaddubsw" in text for _, text in found) != ("avx_vnni" in instructions.needs)
     assert not any("dpbf16ps" in text for _, text in found)
-    # GCC has once removed most prefetches. A group of Q4_1 has five lines.
-    text = subprocess.run(["objdump", "-dC", str(library)], capture_output=True, text=True, check=True).stdout
-    product = re.search(r"block_dot_int8<1, fastpath::Q4_1>.*>:\n((?:.+\n)+)", text).group(1)
-    assert product.count("prefetcht1") >= 5
-    keys = re.search(r"transpose_keys<.*>:\n((?:.+\n)+)", text).group(1)
-    assert "prefetcht0" in keys
 
 
 @pytest.mark.parametrize("processor, chosen", [
@@ -854,31 +773,19 @@ def fake_compiler(path: Path, *lines: bytes) -> str:
     "lines, why",
     [
         ([b"printf 'caf\\351.cpp:7: error: stray \\377\\n' >&2; exit 1"], "caf\ufffd.cpp:7: error: stray \ufffd"),
-        ([b"[ $1 = --version ] && exit", b"printf '\\200\\nx: error: \\344\\n' >&2; exit 1"], "x: error: \ufffd"),
         ([b"[ $LC_ALL = C ] && echo 'an error' >&2 || printf 'ein Fehler: \\374' >&2; exit 1"], "an error"),
         ([b"printf '\\376\\377' >&2; exit 1"], "the compiler failed"),
-        ([b"printf 'clang\\240version'"], None),
     ],
-    ids=["its version", "an object", "a translated message", "no error", "it works"],
+    ids=["its version", "a translated message", "no error"],
 )
 def test_what_a_compiler_prints_may_be_no_utf8(tmp_path, monkeypatch, capsys, lines, why):
-    """The references run, and one line says why, if it fails; if not, its output does not matter."""
+    """The references run, and one line says why."""
     monkeypatch.setenv("CXX", fake_compiler(tmp_path / "compiler", *lines))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LC_ALL", "de_DE.ISO-8859-1")
-    if why is None:
-        assert build.build_library(os.environ["CXX"], build.AVX2).read_text() == "\n"
-        return
     assert build.try_to_load.__wrapped__("auto") is False
     [line] = capsys.readouterr().err.splitlines()[-1:]
     assert f"(GCC 11 or clang 14 can): {why}; PyTorch's own operations run instead" in line
-
-
-def test_a_cache_in_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch):
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
-    folder.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    assert build.build_library(fake_compiler(folder / "g\udcff++"), build.AVX2).exists()
 
 
 HOLD = """if True:
@@ -917,37 +824,6 @@ def test_a_process_that_waits_for_the_build_says_so(tmp_path, monkeypatch, capsy
     assert path.read_text() == ("\n" if killed else "from the other process")
 
 
-@pytest.mark.full
-def test_a_builder_that_is_killed_while_another_process_waits(tmp_path):
-    """Its compiler lives on, but does not hold the lock."""
-    library = build.build_library(os.environ.get("CXX") or "g++", build.LOADED[0])
-    compiler = tmp_path / "compiler"
-    hang = f'[ "$1" = --version ] || [ -e {tmp_path}/go ] || {{ echo $$ >> {tmp_path}/hung; exec sleep 300; }}'
-    compiler.write_text(SLOW_COPY.format(library).replace("#!/bin/sh\n", f"#!/bin/sh\n{hang}\n"))
-    compiler.chmod(0o755)
-    hung, sources = tmp_path / "hung", len(list(build.SOURCES.glob("*.cpp")))
-    hung.touch()
-    first = second = start(tmp_path, CXX=str(compiler))
-    try:
-        while hung.read_text().count("\n") < sources:
-            assert first.poll() is None
-            time.sleep(0.05)
-        second = start(tmp_path, CXX=str(compiler))
-        line = next(line for line in second.stderr if "the CPU kernels for" not in line)
-        assert line == "waiting for another process that builds the CPU kernels ...\n"
-        (tmp_path / "go").touch()
-        first.kill()
-        out, err = second.communicate(timeout=300)
-        assert out.startswith("True\n") and "building the CPU kernels: " in err
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.wait()
-        for pid in map(int, hung.read_text().split()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
 def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     """The library is built in a temporary folder that belongs to the user, and never in somebody else's folder."""
     compiler = fake_compiler(tmp_path / "compiler")
@@ -982,16 +858,6 @@ def test_a_format_without_kernels_is_unpacked(tiny, tmp_path, monkeypatch, capsy
     assert "no kernels for new: unpacked, which takes" in capsys.readouterr().err
     assert type(model.blocks[1].mlp.down) is Linear and model.backend.run_blocks is not None
     assert greedy(model, prompts, 12) == plain_tokens(tmp_path / "q", prompts, 12)
-
-
-def test_copies_of_packed_layers_live_on(tiny):
-    """A copy of a layer has its own handle, so it works after the original is gone; also a copy by pickle."""
-    layer = PackedLinear(quantized("int8", 21, 40, 32, True, torch.float32)[0], False)
-    x, copies = numbers(3, 40), [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
-    expected, handle = layer(x), layer.prepared.handle
-    del layer
-    gc.collect()
-    assert all(torch.equal(other(x), expected) and other.prepared.handle != handle for other in copies)
 
 
 @pytest.mark.slow

@@ -212,7 +212,6 @@ def test_products_with_few_rows(case):
     assert found.dtype == dtype and ((found.float() - y).abs() <= TOLERANCE[dtype] * size).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format, group, dtype", [("int4", 32, BF16), ("int8", 0, F32), (None, 0, BF16)])
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(ordered_products, format, group, dtype):
     layer, _ = gpu_layer(format, 2 * 37, 300, group, True, dtype)
@@ -481,7 +480,6 @@ def test_norms(dtype, D):
     close(ops.layer_norm(x, w, b, 1e-5), expected, 5 * TOLERANCE[dtype])
 
 
-@pytest.mark.slow
 def test_opcheck():
     """Checks the schemas, the shapes for the compiler, and that in-place writes are declared."""
     check = torch.library.opcheck
@@ -569,7 +567,6 @@ def models(tiny, tmp_path):
     return get
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, quantization", MODELS)
 def test_the_same_tokens_as_plain_torch(models, name, quantization):
     """Prefill of more than 16 tokens per row, then decoding, for rows of different lengths."""
@@ -592,45 +589,6 @@ def test_the_same_tokens_as_plain_torch_in_every_family(models, name, quantizati
     assert greedy(ours, prompts, 3) == [row[:3] for row in expected]
 
 
-def launches(config, bits: int, head_bits: int, processors: int) -> int:
-    """Kernel launches of a decode step: seven per block, and one for each product that is cut along K."""
-
-    def product(N, K, bits=bits):
-        return 1 if kt.default_tiles(bits, N, K, processors)["SPLIT_K"] == 1 else 2
-
-    D, hidden, heads = config.dim, config.hidden_dim, config.n_head * config.head_dim
-    block = product(heads + 2 * config.n_kv_head * config.head_dim, D) + product(D, heads)
-    block += product(hidden, D) + product(D, hidden) + 2  # attention and its merge
-    block += 1 if kt.can_fuse(config) else 2  # rotary with cache write, or two norms while torch writes to the cache
-    return config.n_layer * block + config.embedding_norm + 1 + product(config.vocab_size, D, head_bits)
-
-
-@pytest.mark.slow
-def test_launches_of_a_decode_step(models, monkeypatch):
-    """Also with biases and with norms on queries and keys."""
-    count = 0
-
-    class Counted:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            nonlocal count
-            count += 1
-            return self.kernel[grid]
-
-    for name in [name for name in vars(kt) if name.endswith("_kernel")]:
-        monkeypatch.setattr(kt, name, Counted(getattr(kt, name)))
-    monkeypatch.setattr(kt, "choose_tiles", CHOOSE)
-    for name, quantization, bits in (("llama-mqa-linear", None, (32, 32)), ("bloom-3", None, (32, 32))):
-        model, _ = models(name, quantization)
-        model.setup_caches(1, 8)
-        count = 0
-        model(torch.tensor([[5]], device=DEVICE), torch.tensor([[0]], device=DEVICE))
-        assert count == launches(model.config, *bits, kt.multiprocessors(torch.device(DEVICE)))
-
-
-@pytest.mark.slow
 def test_verification_gives_the_bits_of_decoding(ordered_products, models):
     """The logits of two tokens in one pass, beside another row, equal those of the tokens one by one."""
     model, _ = models("mistral-gqa", Quantization("int4", 32, "int8"), BF16)
@@ -645,7 +603,6 @@ def test_verification_gives_the_bits_of_decoding(ordered_products, models):
         assert torch.equal(alone[0], together[1, t])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_equals_eager(models, backend):
     """One graph, which also writes the caches. (The full tests compile all that --compile does.)"""
@@ -727,7 +684,6 @@ def compile_all(*arguments):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compilers are there for Linux only")
 def test_kernels_compile_ahead_of_time():
     found = compile_all()
@@ -741,9 +697,3 @@ def test_kernels_compile_ahead_of_time():
 def test_every_configuration_compiles():
     found = compile_all("--all")
     assert {name.split()[0] for name in found} == {"sm_80", "sm_90", "gfx942"}
-
-
-def test_unpacked_numbers_are_the_reference(models):
-    """The weights of an int4 layer, column by column, found by multiplying with the identity."""
-    layer, plain = gpu_layer("int4", 24, 70, 32, False, F32)[0], quantized("int4", 24, 70, 32, False, F32, seed=24)[0]
-    close(layer(torch.eye(70, device=DEVICE)).cpu(), plain.weights().T, 1e-6)

@@ -3,17 +3,15 @@ shutdown.
 
 Read `run_together` first. Only rank 0 reads the command line and the prompts and prints. If one
 rank ends, all ranks end:
-  an error   the rank with the error writes it to torchrun's store; rank 0 prints it, and all ranks
-             exit
+  an error   the rank with the error notes it in torchrun's store and prints it, and all ranks exit
   a crash    every rank sets a heartbeat in the store twice a second. A rank that sees no new
              heartbeat of another rank for TIMEOUT_S, or for BROKEN_TIMEOUT_S after a connection
-             broke, writes this as an error to the store
+             broke, reports this as an error
   Ctrl-C     torchrun passes the signal on to all ranks, which exit at once
 tp.py says how a model is split over the ranks.
 """
 
 import itertools
-import json
 import os
 import pickle
 import signal
@@ -72,11 +70,8 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # among the ranks of this machine
-        self.host = os.environ.get("MASTER_ADDR", "localhost")
-        self.port = int(os.environ.get("MASTER_PORT", "29500"))
         self.timeout_s = TIMEOUT_S
         self.done = threading.Event()  # the run has ended without an error
-        self.exiting = threading.Lock()  # held by the thread that exits the process
         if self.rank:  # only rank 0 prints
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -87,16 +82,15 @@ class Ranks:
         the process at once: a Python handler would wait for the end of a collective."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
-        self.store = self._client(START_S, hosts=self.rank == 0 and not hosted)
-        self.store.set(f"alive {self.rank}", "0")
-        everyone = [f"alive {rank}" for rank in range(self.size)]
         try:
-            self.store.wait(everyone, timedelta(seconds=START_S))
-        except dist.DistStoreError:
-            missing = [rank for rank in range(self.size) if not self.store.check([f"alive {rank}"])]
-            raise UserError(f"ranks {missing} of {self.size} did not start within {START_S:.0f} s") from None
-
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
+        except dist.DistError as error:
+            reason = first_line(error)
+            raise UserError(f"not all of {self.size} ranks started within {START_S:.0f} s: {reason}") from None
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        self.store = dist.PrefixStore(f"fastpath {restarts}", store)
+        group_store = self.store.clone()
+        self.store.set_timeout(timedelta(seconds=5))
         self.watch = threading.Thread(target=self._watch, daemon=True)
         self.watch.start()
 
@@ -106,7 +100,7 @@ class Ranks:
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore("group", self.store),
+                store=dist.PrefixStore("group", group_store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=COLLECTIVE_TIMEOUT,
@@ -115,24 +109,6 @@ class Ranks:
             os.dup2(stdout, 1)
             os.close(stdout)
         self.control = dist.group.WORLD
-
-    def _client(self, seconds: float = 5.0, hosts: bool = False) -> dist.Store:
-        """A connection to the store, with this timeout for each call.
-
-        A waiting call blocks other threads on the same connection, so the watch thread has its own
-        connection.
-        """
-        store = dist.TCPStore(
-            self.host,
-            self.port,
-            self.size,
-            hosts,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        return dist.PrefixStore(f"fastpath {restarts}", store)
 
     def shard(self, device: torch.device) -> Shard:
         """This rank's Shard of a model on its device."""
@@ -230,40 +206,32 @@ class Ranks:
         self.watch.join(TIMEOUT_S)  # with a limit, in case the watch thread itself has ended
 
     def abort(self, code: int, text: str):
-        """End all ranks and exit, with this error or the one that is already in the store."""
+        """End all ranks because of an error of this one, and exit."""
         if self.rank:
             time.sleep(HEARTBEAT_S)  # if all ranks have the same error, rank 0 should report it
-        reason = json.dumps([code, self.rank, text])
-        with suppress(dist.DistError):  # the store has gone, so nobody can read the reason
-            reason = self._client().compare_set("end", "", reason)
-        self._exit(*json.loads(reason))
+        self._end(code, self.rank, text)
 
-    def _exit(self, code: int, who: int, text: str):
-        """Exit because of an error of rank `who`. Rank 0 prints it first; if rank 0 itself has died,
-        the first rank of each machine does."""
-        if not self.exiting.acquire(blocking=False):
-            threading.Event().wait()  # the other thread is about to exit
-
-        if text and (self.rank == 0 or (who == 0 and self.local_rank == 0)):
+    def _end(self, code: int, who: int, text: str):
+        """Tell all ranks to end because of an error of rank `who`, and exit. The first rank that does this
+        prints the error."""
+        own = str(self.rank)
+        first = own
+        with suppress(dist.DistError):  # the store has gone
+            first = self.store.clone().compare_set("end", "", own).decode()
+        if first == own and text:
             name = f"{Path(sys.argv[0]).name}: error: "
             text = text.removeprefix(name)
-            if who != self.rank:
+            if who:
                 text = f"rank {who}: {text}"
             print(name + text, file=sys.__stderr__, flush=True)  # sys.stderr may be /dev/null
-
-        with suppress(Exception):  # the store, or the reader of stdout, has gone
+        with suppress(OSError):  # the reader of stdout has gone
             sys.stdout.flush()
-            store = self._client()
-            if self.rank == 0:
-                store.set("reported", "")
-            else:
-                store.wait(["reported"])  # torchrun ends all ranks as soon as one has exited
-        os._exit(code or 1)
+        os._exit(code)
 
     def _watch(self):
         """Set this rank's heartbeat, and exit the process when the store holds a reason to. This is
         the work of the watch thread."""
-        store = self._client()
+        store = self.store.clone()  # a waiting call blocks other threads on the same connection
         others = [rank for rank in range(self.size) if rank != self.rank]
         last = {}
         silence = dict.fromkeys(others, 0.0)
@@ -283,9 +251,10 @@ class Ranks:
                 if silent := [rank for rank in others if silence[rank] >= self.timeout_s]:
                     names = ", ".join(map(str, silent))
                     text = f"ended without an error message (no heartbeat of rank {names})"
-                    store.compare_set("end", "", json.dumps([1, silent[0], text]))
+                    self._end(1, silent[0], text)
                 if store.check(["end"]):
-                    self._exit(*json.loads(store.get("end")))
+                    time.sleep(HEARTBEAT_S)  # the rank that has set this prints the reason
+                    os._exit(1)
         except Exception as error:
             text = f"its store has gone, with torchrun or rank 0 ({first_line(error)})"
-            self._exit(1, 0, text)
+            self._end(1, 0, text if self.local_rank == 0 else "")

@@ -212,30 +212,26 @@ class Shard:
 
     def config(self, config: Config) -> Config:
         """The Config of this rank's part of a model."""
+        own = {
+            "n_head": len(self.own(config.n_head)),
+            "n_kv_head": len(self._kv_heads(config)),
+            "hidden_dim": len(self._own_hidden(config, "mlp")) or 1,  # 0 only if no layer has such an MLP
+            "vocab_size": -(-config.vocab_size // self.ranks),
+            "n_token": None,
+        }
         net = config.delta_net
         if net is not None:
             n = len(self.own(net.n_key_head))
             m = n * (net.n_value_head // net.n_key_head)
-            net = dataclasses.replace(net, n_key_head=n, n_value_head=m)
+            own["delta_net"] = dataclasses.replace(net, n_key_head=n, n_value_head=m)
         conv = config.short_conv
         if conv is not None:
-            conv = dataclasses.replace(conv, conv_channels=len(self.own(conv.conv_channels)))
-        experts = config.experts
-        if experts is not None:
+            own["short_conv"] = dataclasses.replace(conv, conv_channels=len(self.own(conv.conv_channels)))
+        if config.experts is not None:
             hidden_dim = len(self._own_hidden(config, "experts"))
             shared_dim = len(self._own_hidden(config, "experts.shared"))
-            experts = dataclasses.replace(experts, hidden_dim=hidden_dim, shared_dim=shared_dim)
-        return dataclasses.replace(
-            config,
-            delta_net=net,
-            short_conv=conv,
-            experts=experts,
-            n_head=len(self.own(config.n_head)),
-            n_kv_head=len(self._kv_heads(config)),
-            hidden_dim=len(self._own_hidden(config, "mlp")) or 1,  # 0 only if no layer has such an MLP
-            vocab_size=-(-config.vocab_size // self.ranks),
-            n_token=None,
-        )
+            own["experts"] = dataclasses.replace(config.experts, hidden_dim=hidden_dim, shared_dim=shared_dim)
+        return dataclasses.replace(config, **own)
 
     def slices(self, model: Transformer) -> dict[str, Slice]:
         """This rank's slice of each tensor of a whole model, by name. Call `fit` before."""
@@ -247,10 +243,8 @@ class Shard:
         module = model.get_submodule(name)
         N = len(getattr(module, kind))
         how = split_of(name)
-        if config.qk_norm_whole and name.endswith("q_norm"):
-            how = "queries"
-        if config.qk_norm_whole and name.endswith("k_norm"):
-            how = "kv"
+        if config.qk_norm_whole:
+            how = {"q_norm": "queries", "k_norm": "kv"}.get(name.rpartition(".")[2], how)
 
         if how == "whole":
             return Slice((range(N),))

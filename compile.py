@@ -119,7 +119,7 @@ def compile_while_serving(engine: Engine):
                 steps.decode(engine.model, inputs, engine.sampling)
     except Exception as error:  # no C++ compiler, for example
         return print_status(f"--compile failed, eager steps go on: {first_line(error)}")
-    engine.replace_steps(replace(steps, prefill=engine.steps.prefill))
+    engine.next_steps = replace(steps, prefill=engine.steps.prefill)
     print_status(f"decode is compiled ({watch.seconds:.0f} s)")
 
 
@@ -129,11 +129,8 @@ def warm_up(engine: Engine, prompts: list[list[int]], random: bool) -> float:
 
     Decode gets two graphs, one for a single row and one for all rows.
     """
-    kinds = []
-    if engine.steps.fixed_shapes:
-        kinds.append("decode")
-    if engine.steps.prefill is not prefill:
-        kinds.append("prefill")
+    is_compiled = {"decode": engine.steps.fixed_shapes, "prefill": engine.steps.prefill is not prefill}
+    kinds = [kind for kind, yes in is_compiled.items() if yes]
     if not kinds:
         return 0.0
 

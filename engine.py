@@ -312,7 +312,7 @@ class Engine:
         self.length = length
         self.ranks = self.options.ranks
         self.steps = steps or StepFunctions()
-        self.next_steps = self.steps  # what replace_steps has given
+        self.next_steps = self.steps  # what the next step calls; another thread may set this
         self.threads = model.backend.make_threads(self.options.fixed_threads)
         self.sampling = Sampling.make(rows, model.config.vocab_size, model.device)
         self.reset_timing()
@@ -371,10 +371,6 @@ class Engine:
         for row in self.rows:
             if row.request is None:
                 row.tokens = []
-
-    def replace_steps(self, steps: StepFunctions):
-        """Call other functions from the next step on. Another thread may call this."""
-        self.next_steps = steps
 
     def reset_timing(self):
         self.timing = Timing()

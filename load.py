@@ -248,9 +248,7 @@ def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
     try:
         from sources.opening import open_named
     except ModuleNotFoundError as error:
-        what = "the default model is a GGUF file"
-        if name:
-            what = f"{path} is not a checkpoint directory"
+        what = f"{path} is not a checkpoint directory" if name else "the default model is a GGUF file"
         raise UserError(f"{what}, and {error.name} is missing to read it") from None
     return open_named(name, dequantize)
 
@@ -524,5 +522,4 @@ def unpack_without_kernels(model: Transformer, kernels: str):
     extra = sum(layer.in_features * layer.out_features for layer in layers) * model.dtype.itemsize
     if extra < available_memory(model.device):
         return repack_layers(model, ())
-    what = "no kernels, and no memory to unpack the quantized weights"
-    print_status(f"{what}: each step unpacks them, which is slow")
+    print_status("no kernels, and no memory to unpack the quantized weights: each step unpacks them, which is slow")

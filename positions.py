@@ -131,15 +131,12 @@ def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor | None, Tensor | 
         return None, None
 
     rotated = config.rotary_dim or config.head_dim
-    all_cos = []
-    all_sin = []
+    tables = []
     for base, scaling in config.different_ropes():
         freqs = rope_frequencies(rotated, base, scaling)
         freqs = F.pad(freqs, (0, (config.head_dim - rotated) // 2))  # the other dimensions are not rotated
-        cos, sin = rope_table(freqs.to(slots.device), scaling, slots)
-        all_cos.append(cos)
-        all_sin.append(sin)
-    return torch.cat(all_cos), torch.cat(all_sin)
+        tables.append(rope_table(freqs.to(slots.device), scaling, slots))
+    return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
 
 
 def query_scales(config: Config, slots: Tensor) -> Tensor | None:

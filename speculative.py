@@ -229,22 +229,20 @@ class Report:
         """The fields of --json (docs/speculation.md): means per proposal, acceptance rates by
         place, shares of decode_s seconds (if that is not 0), and the counts of each draft."""
         proposals = max(1, self.verified[0])  # the first token of each proposal is always verified
+        shares = {}
+        if decode_s:
+            draft = self.draft_s / decode_s
+            target = self.target_s / decode_s
+            shares = {"draft": draft, "verify": target, "rest": 1 - draft - target}
         speculation = {
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "mean_proposed_tokens": self.proposed / proposals,
             "acceptance_by_place": [a / b for a, b in zip(self.accepted, self.verified) if b],
-            "share_of_time": self.shares_of_time(decode_s),
+            "share_of_time": shares,
             "drafts": [self.draft_numbers(name, decode_s) for name in self.drafts],
         }
         return {"mean_accepted_tokens": sum(self.accepted) / proposals, "speculation": speculation}
-
-    def shares_of_time(self, decode_s: float) -> dict[str, float]:
-        if not decode_s:
-            return {}
-        draft = self.draft_s / decode_s
-        target = self.target_s / decode_s
-        return {"draft": draft, "verify": target, "rest": 1 - draft - target}
 
     def draft_numbers(self, name: str, decode_s: float) -> dict:
         counts = self.drafts[name]
@@ -349,8 +347,7 @@ class Speculation(PlainDecoding):
         if drafted.proposal is not None:
             draft = self.drafts[drafted.choice.draft]
             positions = [len(row.tokens) for row in rows]
-            k = drafted.proposal.k
-            result.draft_bytes, result.draft_kv_bytes = draft.bytes_read(k, positions)
+            result.draft_bytes, result.draft_kv_bytes = draft.bytes_read(drafted.proposal.k, positions)
         if not self.rehearsing:
             accepted = [len(new) - 1 for new in result.new_tokens]
             is_trial = self.engine.threads.trials != trials
@@ -431,12 +428,10 @@ class Speculation(PlainDecoding):
         draft = self.drafts[index]
         rows = batch.inputs.shape[1]
         if (index, rows) not in self.candidates:
-            choices = draft.choices(self.k)
-            tokens = [rows * self._padded_k(k) for k in choices]
             plain = self.reads.total(rows)
-            costs = [draft.bytes_read(k, [0] * rows)[0] / plain for k in choices]
             self.candidates[index, rows] = [
-                Candidate(index, k, n, None, cost) for k, n, cost in zip(choices, tokens, costs)
+                Candidate(index, k, rows * self._padded_k(k), None, draft.bytes_read(k, [0] * rows)[0] / plain)
+                for k in draft.choices(self.k)
             ]
         return self.candidates[index, rows]
 
@@ -449,12 +444,11 @@ class Speculation(PlainDecoding):
         if not self.engine.steps.fixed_shapes:
             sums = accumulate(sorted(chain.from_iterable(probs), reverse=True))
             return [Candidate(index, n, n, accepted) for n, accepted in enumerate(sums, 1)]
-        candidates = []
-        for n in full_width_choices(proposal.k):
-            accepted = sum(sum(row[:n]) for row in probs)
-            tokens = batch.inputs.shape[1] * self._padded_k(n)
-            candidates.append(Candidate(index, n, tokens, accepted))
-        return candidates
+        rows = batch.inputs.shape[1]
+        return [
+            Candidate(index, n, rows * self._padded_k(n), sum(sum(row[:n]) for row in probs))
+            for n in full_width_choices(proposal.k)
+        ]
 
     def _likeliest(self, proposal: Proposal, choice: Candidate) -> Proposal:
         """The part of a free draft's proposal that a candidate of `_free_candidates` stands for."""

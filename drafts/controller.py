@@ -103,12 +103,6 @@ class Candidate(NamedTuple):
     draft_cost: float = 0.0
 
 
-def expected_tokens(a: float, k: int) -> float:
-    """The mean number of new tokens of a step with k proposed tokens, if each is accepted with
-    probability a < 1."""
-    return (1 - a ** (k + 1)) / (1 - a)
-
-
 class Controller:
     """`choose` before each step, and `update` after it.
 
@@ -173,8 +167,8 @@ class Controller:
         """The expected number of new tokens of a step with this candidate."""
         if candidate.accepted is not None:
             return rows + candidate.accepted
-        a = min(self.acceptance[candidate.draft].value, 0.999)
-        return rows * expected_tokens(a, candidate.k)
+        a = min(self.acceptance[candidate.draft].value, 0.999)  # the probability that a token is accepted
+        return rows * ((1 - a ** (candidate.k + 1)) / (1 - a))
 
     def extra_s(self, rows: int, tokens: int, plain_s: float) -> float:
         """The seconds that this many extra tokens add to a pass over one token per row."""

@@ -181,9 +181,7 @@ def read_heads(path: Path, model: Transformer, name: str) -> HeadsFile:
     )
     if not is_valid:
         raise UserError(f"{path} is damaged: it holds impossible weights or token ids")
-    packed = {}
-    for key in ("gate_up", "down"):
-        packed[key] = {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS}
+    packed = {key: {part: tensors[f"{key}.{part}"].to(model.device) for part in PARTS} for key in ("gate_up", "down")}
     return HeadsFile(packed, vocabulary.to(model.device), heads, tokens)
 
 

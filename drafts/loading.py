@@ -28,18 +28,17 @@ class Drafts:
         load.Loader."""
         self.target = target
         self.loader = loader
-        options = loader.options
-        self.options = options
-        files = [draft.path for draft in options.draft if draft.kind == "lookup"]
+        self.options = loader.options
+        files = [draft.path for draft in self.options.draft if draft.kind == "lookup"]
         # The token ids of each file
         self.texts = loader.ranks.share(lambda: [read_lookup_text(file, target) for file in files])
-        if "medusa" in options.draft_kinds:
-            describe_heads(options.heads_path)
+        if "medusa" in self.options.draft_kinds:
+            describe_heads(self.options.heads_path)
         self.checkpoint = None  # that of --draft_checkpoint_path
-        if options.draft_checkpoint_path is not None:
-            self.checkpoint = loader.open(options.draft_checkpoint_path)
+        if self.options.draft_checkpoint_path is not None:
+            self.checkpoint = loader.open(self.options.draft_checkpoint_path)
             self.check_draft_model()
-        elif "int4-self" in options.draft_kinds:
+        elif "int4-self" in self.options.draft_kinds:
             self.check_bits()
         self.check_states()
 
@@ -60,11 +59,10 @@ class Drafts:
         """UserError if the target runs in 4 bits already."""
         quantization = self.target.quantization
         if quantization is not None and quantization.bits < 8 and not self.options.dequantize:
-            bits = f"{self.target.path} has {quantization.bits} bits already"
             dtype = str(self.options.dtype).removeprefix("torch.")
             raise UserError(
-                f"--draft int4-self: {bits}, and a draft should be smaller; "
-                f"give --dequantize to run the model in {dtype}"
+                f"--draft int4-self: {self.target.path} has {quantization.bits} bits already, and a draft should "
+                f"be smaller; give --dequantize to run the model in {dtype}"
             )
 
     def check_states(self):

@@ -393,7 +393,7 @@ def test_the_functions_of_a_step_may_be_replaced_during_it(models):
         return engine_module.decode(model, inputs, sampling)
 
     def prefill_first(*arguments):
-        engine.replace_steps(StepFunctions(decode=decode, fixed_shapes=True))
+        engine.next_steps = StepFunctions(decode=decode, fixed_shapes=True)
         assert engine.steps.prefill is prefill_first
         return engine_module.prefill(*arguments)
 

@@ -202,7 +202,7 @@ def with_step(load_engine, step: str, function):
 
     def load(*arguments):
         engine = load_engine(*arguments)
-        engine.replace_steps(replace(engine.steps, **{step: function}))
+        engine.next_steps = replace(engine.steps, **{step: function})
         return engine
 
     return load

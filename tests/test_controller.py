@@ -252,14 +252,3 @@ def test_an_extra_token_takes_at_least_the_share_of_its_experts():
         expected = max(token_s, share_of(reads)(2, 3))
         assert controller.extra_s(2, 3, 1.0) == pytest.approx(3 * expected)
         assert (expected == token_s) == (reads is FEW_EXPERTS)
-
-
-@pytest.mark.parametrize("reads", [ALL_EXPERTS, FEW_EXPERTS, WeightReads(2.0, experts=(0.5,), n_expert=8, n_active=2)])
-@pytest.mark.parametrize("rows, k", [(1, 15), (3, 7), (8, 15)])
-def test_nothing_is_searched_for_in_a_model_with_experts_if_nothing_could_gain(reads, rows, k):
-    machine = SparseMachine(reads, 0.02)
-    for _ in range(3):
-        machine.step([], 0.0, rows)
-    proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]
-    best = machine.controller.choose(rows, proposals)
-    assert machine.controller.could_gain(rows, k) == (best is not None)

@@ -13,7 +13,8 @@ from programs import main
 from random_heads import random_heads
 from safetensors.torch import load_file, save_file
 from schedules import GREEDY
-from table_model import DRAFT, MODEL, ROWS, SETTINGS, count, p_value, settings_of
+from table_model import DRAFT, SETTINGS, p_value
+from test_speculative import three_tokens
 
 from cli import UserError
 from cpu.build import load_kernels
@@ -34,7 +35,7 @@ from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels, load_model
 from sampling import Sampling
-from speculative import DraftedTokens, Speculation, verify
+from speculative import Speculation, verify
 
 ROUNDING = 0.02  # of the largest logit: int8 weights and, with the kernels, int8 activations
 
@@ -89,32 +90,18 @@ def damage(key, value):
     "change, said",
     [
         (lambda tensors, about: tensors.pop("down.scales"), "is not a file of Medusa heads"),
-        (
-            lambda tensors, about: about.update(fingerprint="0"),
-            "holds heads for the model, which is another model than it",
-        ),
-        (lambda tensors, about: about.update(tokens=0), "is damaged"),
+        (lambda tensors, about: about.update(fingerprint="0"), "holds heads for the model, which is another model"),
         (lambda tensors, about: about.update(tokens=51), "is damaged"),
         (lambda tensors, about: about.pop("tokens"), "is damaged"),
         (lambda tensors, about: about.update(heads="x"), "is damaged"),
-        (
-            damage("gate_up.weight", lambda w: w[:, 1:].contiguous()),
-            r"gate_up.weight is \(14, 99\), but for this model it should be \(14, 100\)",
-        ),
-        (damage("gate_up.weight", lambda w: w[0]), "gate_up.weight is .*, but for this model it should be"),
-        (damage("gate_up.weight", lambda w: w[:0]), "gate_up.weight is .*, but for this model it should be"),
-        (damage("gate_up.weight", lambda w: w[1:]), "gate_up.weight is .*, but for this model it should be"),
+        (damage("gate_up.weight", lambda w: w[:0]), r"gate_up.weight is .*, but .* it should be \(14, 100\)"),
         (damage("down.weight", lambda w: w.float()), "is damaged"),
         (damage("down.scales", lambda s: s * float("nan")), "is damaged"),
         (damage("down.scales", lambda s: s[:2]), "down.scales is .*, but for this model it should be"),
         (damage("vocabulary", lambda v: v + 100), "is damaged"),
-        (damage("vocabulary", lambda v: v - 10), "is damaged"),
         (damage("vocabulary", lambda v: v * 0), "is damaged"),
         (damage("vocabulary", lambda v: v[:0]), "vocabulary is"),
-        (damage("vocabulary", lambda v: v[0]), "vocabulary is"),
-        (damage("gate_up.weight", lambda w: w[0, 0]), "gate_up.weight is"),
         (damage("down.weight", lambda w: w[0, 0]), "gate_up.weight is .*, but for this model it should be"),
-        (damage("vocabulary", lambda v: v[:, None]), "vocabulary is"),
         (damage("vocabulary", lambda v: v.float()), "is damaged"),
     ],
 )
@@ -129,9 +116,7 @@ def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
         read_heads(path, model, "it")
 
 
-@pytest.mark.parametrize(
-    "metadata", [None, {}, {"format": "pt"}, {FORMAT: "{"}, {FORMAT: "3"}, {FORMAT: "[" * 100_000}]
-)
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {FORMAT: "{"}, {FORMAT: "3"}, {FORMAT: "[" * 100_000}])
 def test_other_files_are_no_files_of_heads(tiny, tmp_path, metadata):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)
@@ -226,36 +211,23 @@ class TableHeads:
         return logits
 
 
-def three_tokens(how: dict, accepts_all: bool = False) -> tuple[torch.Tensor, float]:
-    """(ROWS,3): three sampled tokens of each row after token 0, with proposals of two tokens; the share accepted."""
-    model = SimpleNamespace(embed=lambda tokens: tokens[..., None].float())
-    settings, verified, kept = settings_of(ROWS, how), 0, 0
-    texts, last = torch.zeros(ROWS, 10, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
-    while len(rows := (last < 3).nonzero()[:, 0]):
-        inputs = torch.stack([texts[rows, last[rows]], last[rows], rows])
-        drafted = draw_tokens(model, TableHeads(), torch.zeros(ROWS, 1), inputs, settings, 2)
-        found, n, *_ = verify(MODEL, inputs, DraftedTokens(drafted, torch.full((len(rows),), 2)), settings)
-        if accepts_all:
-            found[:, :2], n = drafted, n.clamp(min=3)
-        for i in range(3):
-            new = i < n
-            texts[rows[new], last[rows[new]] + 1 + i] = found[new, i]
-            count(settings, rows[new], found[new, i])
-        last[rows] += n
-        verified, kept = verified + 2 * len(rows), kept + int((n - 1).sum())
-    return texts[:, 1:4], kept / verified
-
-
 @pytest.mark.parametrize("how", [how for how in SETTINGS if "masked" not in how], ids=repr)
 @pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_the_model(how):
-    tokens, share = three_tokens(how)
-    assert p_value(tokens, how) > 0.001 and 0.1 < share < 0.9
+    """And many drafted ones are accepted."""
+    model = SimpleNamespace(embed=lambda tokens: tokens[..., None].float())
+    accepted = []
 
+    def draw(inputs, settings):
+        return draw_tokens(model, TableHeads(), torch.zeros(inputs.shape[1], 1), inputs, settings, 2)
 
-def test_a_planted_bug_breaks_the_distribution():
-    how = {"temperature": 1.7, "top_k": 4}
-    assert p_value(three_tokens(how, accepts_all=True)[0], how) < 1e-6
+    def verify_and_count(*arguments):
+        found = verify(*arguments)
+        accepted.append(float((found[1] - 1).float().mean()) / 2)
+        return found
+
+    tokens = three_tokens(SimpleNamespace(verify=verify_and_count), how, draw)
+    assert p_value(tokens, how) > 0.001 and 0.1 < accepted[0] < 0.9
 
 
 @pytest.mark.skipif(not load_kernels(), reason="needs the CPU kernels")

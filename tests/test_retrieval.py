@@ -140,23 +140,6 @@ def test_ids_of_any_size():
 # ---------------------------------------------------------------- the probability of acceptance
 
 
-def test_probabilities_approach_the_rate_of_acceptance():
-    """Whatever the rates are: the counts of short and of long matches are separate, and old ones are forgotten."""
-    rng, calibration = random.Random(3), Calibration()
-    short, long, errors = Match(2, [1], [0.4]), Match(12, [1], [0.9]), []
-    assert calibration.acceptance_probs(short) == pytest.approx([0.6 * 0.4])
-    assert calibration.acceptance_probs(long) == [0.9]
-    for rates in ((0.3, 0.95), (0.05, 0.6), (0.9, 0.1)):
-        probs = []
-        for step in range(1500):
-            for match, rate in zip((short, long), rates):
-                calibration.update(match, [1 if rng.random() < rate else 2])
-            if step > 500:
-                probs.append(calibration.acceptance_probs(short) + calibration.acceptance_probs(long))
-        errors += [sum(values) / len(values) - rate for values, rate in zip(zip(*probs), rates)]
-    assert max(map(abs, errors)) < 0.03, errors
-
-
 def test_probabilities_of_a_text_of_phrases():
     """In random phrases with random mistakes, they are right after short and after long matches, of which the long
     ones are worth more, and for tokens with few and with many votes."""

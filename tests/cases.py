@@ -31,13 +31,13 @@ EXPERTS = Experts((0, 2), n_expert=5, n_active=2, hidden_dim=35, shared_dim=33)
 SPARSE = Config(3, 4, 2, 12, 40, 57, 131, 256, qk_norm=True, experts=EXPERTS)
 
 
-def write_random(folder, config, seed=0):
-    """A checkpoint with random weights."""
+def write_random(folder, config, seed=0, scales=(0.3, 1.2)):
+    """A checkpoint with random weights. scales: of vectors, and of matrices with one column."""
     generator = torch.Generator().manual_seed(seed)
     with Writer(folder) as writer:
         for name, tensor in empty_model(config).state_dict().items():
-            scale = 0.3 if tensor.dim() == 1 else 1.2 * tensor.shape[-1] ** -0.5
-            weight = torch.randn(tensor.shape, generator=generator) * scale + ("norm" in name)
+            scale = scales[0] if tensor.dim() == 1 else scales[1] * tensor.shape[-1] ** -0.5
+            weight = torch.randn(tensor.shape, generator=generator) * scale + ("norm" in name and "bias" not in name)
             writer.add(name, -weight.abs() if name.endswith("decay.weight") else weight)
         writer.add_config(config)
         writer.add_json("tokenizer_config.json", {"bos_token_id": 1})

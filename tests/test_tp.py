@@ -3,7 +3,6 @@
 All splits run in one launch of four processes (tp_worker.py). Two, three or four of them share each model.
 """
 
-import inspect
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import random_blocks, read_model
+from cases import random_blocks, read_model, write_random
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
@@ -26,7 +25,6 @@ from drafts.loading import Drafts
 from engine import SingleProcess
 from formats import FORMATS, Quantization, QuantizedLinear, quantize_model
 from load import Loader, ModelOptions, load_model
-from model import WHOLE_MODEL, WholeModel
 from quantize import quantize_checkpoint
 from ranks import TIMEOUT_S
 from tp import SPLIT, Shard, check, split_of
@@ -107,17 +105,8 @@ def make(folder: Path, case) -> Path:
     config = Config(n_head=H, n_kv_head=K, head_dim=E, dim=D, hidden_dim=F, tied_embeddings=tied, **family)
     if quantization and FORMATS[quantization[0]].quantize is None:
         return make_of_blocks(folder / "quantized", config, Quantization(*quantization))
-    chance = torch.Generator().manual_seed(H * 1000 + D)
-    with Writer(folder / "whole") as writer:
-        for name, tensor in empty_model(config).state_dict().items():
-            small, large = (0.1, 2.5) if config.alibi else (0.3, 1.2)  # so that the text does not repeat itself
-            scale = small if tensor.dim() == 1 else large * tensor.shape[-1] ** -0.5
-            weight = torch.randn(tensor.shape, generator=chance) * scale + ("norm" in name and "bias" not in name)
-            if name.endswith("decay.weight"):
-                weight = -weight.abs()
-            writer.add(name, weight)
-        writer.add_config(config)
-        writer.add_json("tokenizer_config.json", {"bos_token_id": 1})
+    scales = (0.1, 2.5) if config.alibi else (0.3, 1.2)  # so that the text does not repeat itself
+    write_random(folder / "whole", config, H * 1000 + D, scales)
     if quantization is None:
         return folder / "whole"
     quantize_checkpoint(folder / "whole", folder / "quantized", Quantization(*quantization))
@@ -181,30 +170,6 @@ def test_every_row_equals_the_single_process(launched, name):
 
 
 # ---------------------------------------------------------------- the split itself, without processes
-
-DEFAULT = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "head_dim": 64, "dim": 576, "hidden_dim": 1536}
-DEFAULT |= {"vocab_size": 49152, "max_seq_length": 8192}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("mode", [None, "int8", "int4"])
-def test_a_rank_has_its_share_of_the_bytes(mode, tied):
-    """A rank of the default model has 1/ranks of the weights within 2 %, and a decode step reads all of them."""
-    config, quantization = Config(tied_embeddings=tied, **DEFAULT), mode and Quantization(mode, 32, "int8")
-
-    def size(model):
-        return sum(t.nbytes for t in model.state_dict().values())
-
-    whole = size(empty_model(config, quantization))
-    for rank in range(3):
-        shard = Shard(rank, 3).fit(empty_model(config, quantization))
-        model = empty_model(config, quantization, shard)
-        slices = shard.slices(empty_model(config, quantization))
-        assert size(model) == pytest.approx(whole / 3, rel=0.02)
-        assert slices.keys() == model.state_dict().keys() and model.config is config, (
-            "the caller's Config does not change"
-        )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -310,10 +275,7 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
     """--draft int4-self of an int8 checkpoint, whose layers in 4 bits and in the head keep their own formats."""
     experts = Experts((2,), 3, 2, hidden_dim=192, shared_dim=256)
     config = Config(3, 4, 2, 32, 132, 320, 131, 64, tied_embeddings=head == "int8", experts=experts)
-    with Writer(tmp_path / "whole") as writer:
-        for name, tensor in empty_model(config).state_dict().items():
-            writer.add(name, torch.randn(tensor.shape))
-        writer.add_config(config)
+    write_random(tmp_path / "whole", config)
     quantize_checkpoint(tmp_path / "whole", tmp_path / "q", Quantization("int8", groupsize, head, exceptions))
     options = ModelOptions(dtype=torch.float32, kernels="torch", draft=["int4-self"])
     drafts = Drafts(open_directory(tmp_path / "q"), Loader(options, SingleProcess(), torch.device("cpu")))
@@ -324,18 +286,6 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
         state, slices = whole.state_dict(), draft.shard.slices(whole)
         assert draft.state_dict().keys() == state.keys() and len(state) == len(slices)
         assert all(torch.equal(part, slices[name].cut(state[name])) for name, part in draft.state_dict().items())
-
-
-def test_a_whole_model_has_the_interface_of_a_shard():
-    """Without what makes a Shard, and what cuts a checkpoint for it."""
-
-    def interface(kind) -> dict:
-        members = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
-        return {name: inspect.signature(member) for name, member in members.items() if callable(member)}
-
-    shard, whole = interface(Shard), interface(WholeModel)
-    assert {name: shard[name] for name in shard if name not in ("in_group", "fit", "slices")} == whole
-    assert (WHOLE_MODEL.rank, WHOLE_MODEL.ranks, WHOLE_MODEL.own(7)) == (0, 1, range(7))
 
 
 def test_a_module_that_the_table_does_not_know_is_refused(monkeypatch):
@@ -500,37 +450,7 @@ def test_ctrl_c_ends_all(checkpoint):
     assert time.monotonic() - start < 10 and process.returncode != 0 and not survivors(process.pid)
 
 
-@pytest.mark.full
-def test_fifty_launches_end_cleanly(checkpoint):
-    for launch in range(50):
-        code, out, err = finish(torchrun(3, *arguments(checkpoint, 2), "--json", **PIPES))
-        assert (code, ours(err)) == (0, []) and json.loads(out)["ranks"] == 3, launch
-
-
 # ---------------------------------------------------------------- the default model
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", [None, "int8", "int4"])
-def test_default_model_on_three_ranks(default_checkpoint, tmp_path, mode):
-    """The same tokens as in one process, in float32, greedy and sampled, eager and compiled."""
-    path = default_checkpoint
-    if mode:
-        quantize_checkpoint(path, tmp_path / mode, Quantization(mode, 32, "int8"))
-        path = tmp_path / mode
-    args = ["--checkpoint_path", path, "--dtype", "float32", "--prompt", "Once upon a time", "--prompt", "1, 2, 3,"]
-    args += ["--prompt", "def fibonacci(n):", "--max_new_tokens", 32, "--json", "--ignore_eos"]
-    for more in (["--temperature", 0], ["--seed", 5, "--stop", " the"]):
-        command = [sys.executable, str(ROOT / "generate.py"), *map(str, args + more)]
-        expected = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["samples"]
-        compilations = [["--compile", "--compile_prefill"]] * (
-            "--stop" in more
-        )  # only once, since three ranks take minutes
-        for compiled in [[], *compilations]:
-            code, out, err = finish(torchrun(3, *args, *more, *compiled, **PIPES), 600)
-            result = json.loads(out)
-            assert (code, ours(err)) == (0, []) and result["samples"] == expected
-            assert result["recompiles"] == result["graph_breaks"] == 0
 
 
 @pytest.mark.full
@@ -562,25 +482,3 @@ def test_a_prompt_from_standard_input(default_checkpoint):
     assert json.loads(out)["samples"][0]["prompt_tokens"] > 500
     code, _, err = finish(torchrun(3, *args, stdin=subprocess.DEVNULL, **PIPES))
     assert code != 0 and ours(err) == ["generate.py: error: --prompt - is empty"]
-
-
-@pytest.mark.full
-def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
-    """The peak is the rank's part plus one tensor (the mapped pages of the largest, the embedding)."""
-    script = """if True:
-        import sys, torch
-        from pathlib import Path
-        from checkpoint import empty_model, read_config
-        from load import load_model
-        from report import peak_memory
-        from tp import Shard
-        directory = Path(sys.argv[1])
-        empty_model(read_config(directory))  # torch imports 150 MB for the first one
-        before = peak_memory(torch.device("cpu"))
-        model = load_model(directory, kernels="torch", shard=Shard(1, 3))
-        own = sum(t.nbytes for t in model.state_dict().values())
-        print(peak_memory(torch.device("cpu")) - before, own, 49152 * 576 * 2)"""
-    command = [sys.executable, "-c", script, str(default_checkpoint)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    used, own, largest = map(int, done.stdout.split())
-    assert used < own + largest, (used, own, largest)

@@ -196,19 +196,6 @@ def test_gate_and_up_may_have_different_formats():
     assert_near(with_kernels(layer)(x, positions(1, 9)), expected, 4 * NEAR)
 
 
-@pytest.mark.parametrize("packed", ["gate_up", "down"])
-def test_one_of_the_stacks_may_be_packed(packed):
-    """Also in prefill, where torch would multiply the other one."""
-    layer = sparse_layer("33-8")
-    stack = layer.get_submodule(packed)
-    plain = quantized("int8", stack.out_features, stack.in_features, 32, False, torch.float32)[0]
-    plain.n_expert = layer.X
-    layer.set_submodule(packed, plain)
-    x = numbers(1, 40, 96)
-    expected = copy.deepcopy(layer)(x, positions(1, 40))
-    assert_near(with_kernels(layer)(x, positions(1, 40)), expected, 4 * NEAR)
-
-
 @pytest.mark.parametrize("mode", ["int4", "int8"])
 def test_the_bits_of_a_token_do_not_depend_on_others_or_on_threads(mode):
     """In a whole model: a prompt alone and beside others, in one pass and in parts, with any number of threads."""

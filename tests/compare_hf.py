@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint import DTYPES, Checkpoint, check_memory
 from cli import ArgumentParser, UserError, number, run_command
+from engine import check_prompt
 from generate import token_ids
 from load import load_model, open_checkpoint
 from model import state_bytes
@@ -206,12 +207,7 @@ def choose_ids(args, checkpoint: Checkpoint) -> list[int]:
     else:
         ids = [(7 + 31 * i) % config.vocab_size for i in range(min(12, config.max_seq_length))]
 
-    context = config.max_seq_length
-    if not 0 < len(ids) <= context:
-        raise UserError(f"the prompt has {len(ids)} tokens, expected 1 to {context}, the model's context")
-    outside = [i for i in ids if not 0 <= i < config.vocab_size]
-    if outside:
-        raise UserError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
+    check_prompt(ids, config, config.max_seq_length)
     return ids
 
 

@@ -15,7 +15,6 @@ LLAMA, MISTRAL = transformers.LlamaConfig, transformers.MistralConfig
 QWEN2, QWEN3, BLOOM = transformers.Qwen2Config, transformers.Qwen3Config, transformers.BloomConfig
 PHI3 = transformers.Phi3Config
 BIASED = {"head_dim": 14, "attention_bias": True, "mlp_bias": True}
-LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 40, "rope_theta": 500000.0}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 10000.0}
@@ -30,7 +29,6 @@ POST_NORM = {"apply_residual_connection_post_layernorm": True}
 MODELS = {
     "llama": (LLAMA, 60, 6, 6, 84, 2, False, {}),
     "llama-biased": (LLAMA, 36, 6, 3, 92, 3, True, BIASED),
-    "llama-linear": (LLAMA, 40, 5, 1, 52, 2, False, LINEAR),
     "llama-llama3": (LLAMA, 48, 4, 2, 76, 3, True, LLAMA3),
     "llama-yarn": (LLAMA, 66, 3, 1, 58, 2, False, {"rope_parameters": YARN, "max_position_embeddings": 48}),
     "llama-wide": (LLAMA, 132, 6, 3, 148, 2, True, {"head_dim": 24}),

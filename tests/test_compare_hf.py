@@ -37,46 +37,18 @@ def expect_fault(capsys, checkpoint, source, label, *options):
     assert [line.split("  ")[0] for line in lines if "<--" in line] == [label]
 
 
-@pytest.mark.parametrize("name", ["qwen3-gqa", "mistral-window", "qwen2-sliding", "llama-yarn-mscale"])
-def test_same(tiny, capsys, name):
-    oracle, source, checkpoint = tiny(name)
-    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
-    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
-    assert not any("only in" in line or "<--" in line for line in lines)
-    per_layer = 15 if name.startswith("qwen3") else 13  # the norms of q and k
-    assert len(lines) == 1 + 1 + per_layer * oracle.config.num_hidden_layers + 2 + 1
-
-
-def test_same_with_gated_delta_nets(tiny, capsys):
-    """Whose layers have other modules, and whose queries and keys are in another order."""
-    source, checkpoint = tiny("qwen35-grouped")[1:]
-    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
-    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
-    assert any("delta_net.out" in line for line in lines) and any("attention.out" in line for line in lines)
-
-
-def test_same_with_short_convolutions(tiny, capsys):
-    source, checkpoint = tiny("lfm2-biased")[1:]
-    code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
-    assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
-    assert any("short_conv.out" in line for line in lines) and any("attention.q" in line for line in lines)
-
-
-@pytest.mark.parametrize("name, sparse", [("mixtral-3", 3), ("qwen3-moe-8", 2), ("qwen35-moe-5", 5)])
-def test_same_with_experts(tiny, capsys, name, sparse):
+@pytest.mark.parametrize("name, shown", [
+    ("qwen3-gqa", ["attention.k_norm", "mlp.gate"]), ("mistral-window", ["attention.k_cache", "mlp.down.input"]),
+    ("llama-yarn-mscale", ["attention.out.input"]), ("qwen35-grouped", ["delta_net.out", "attention.out"]),
+    ("lfm2-biased", ["short_conv.out", "attention.q"]), ("qwen35-moe-5", ["experts", "delta_net.out"]),
+])  # fmt: skip
+def test_same(tiny, capsys, name, shown):
+    """Also where layers have other modules, or queries and keys in another order."""
     source, checkpoint = tiny(name)[1:]
     code, lines = compare(capsys, checkpoint, source, "--prompt_ids", ",".join(map(str, range(3, 28))))
     assert (code, lines[-1]) == (0, "the same within 1e-04 everywhere")
-    assert sum(", experts " in line for line in lines) == sparse
-    assert sum(", mlp.down " in line for line in lines) == tiny(name)[0].config.num_hidden_layers - sparse
-
-
-@pytest.mark.slow
-def test_a_command_from_anywhere(python, tmp_path):
-    command = [*python, str(ROOT / "tests/compare_hf.py"), "nowhere", "nothing"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("compare_hf.py: error: nothing is neither a directory nor")
+    assert not any("<--" in line for line in lines)
+    assert all(any(f", {tensor} " in line for line in lines if "only in" not in line) for tensor in shown)
 
 
 @pytest.mark.full  # it imports transformers once more, which takes seconds
@@ -99,14 +71,10 @@ def test_other_dtypes_are_as_close_as_their_rounding(tiny, capsys):
     [
         ("embedding.weight", 7, "embedding"),  # 7 is the first default id
         ("blocks.0.attention_norm.weight", 5, "layer 0, attention_norm"),
-        ("blocks.1.attention.qkv.weight", 0, "layer 1, attention.q"),
         ("blocks.1.attention.qkv.weight", 6 * 18 + 3, "layer 1, attention.k"),
         ("blocks.1.attention.qkv.weight", -1, "layer 1, attention.v"),
         ("blocks.2.attention.k_norm.weight", 4, "layer 2, attention.k_norm"),
-        ("blocks.2.attention.out.weight", 9, "layer 2, attention.out"),
-        ("blocks.1.mlp.gate_up.weight", 37, "layer 1, mlp.gate"),
         ("blocks.1.mlp.gate_up.weight", 38, "layer 1, mlp.up"),
-        ("blocks.0.mlp.down.weight", 0, "layer 0, mlp.down"),
         ("norm.weight", 51, "norm"),
         ("output.weight", 2, "logits"),
     ],
@@ -125,9 +93,7 @@ def test_finds_a_wrong_row(tiny, capsys, tmp_path, tensor, row, label):
     [
         ("qwen3-gqa", {"norm_eps": 1e-2}, "layer 0, attention_norm"),
         ("qwen3-gqa", {"rope_base": 10001.0 * 2}, "layer 0, attention.k_cache"),
-        ("llama-llama3", {"rope_scaling": None}, "layer 0, attention.k_cache"),
         ("mistral-window", {"sliding_window": 8}, "layer 0, attention.out.input"),
-        ("qwen2-sliding", {"sliding_layers": [2, 3]}, "layer 1, attention.out.input"),
     ],
 )
 def test_finds_a_wrong_config(tiny, capsys, tmp_path, name, config, label):
@@ -145,17 +111,6 @@ def test_nan_is_a_difference(tiny, capsys, tmp_path):
     expect_fault(capsys, faulty, source, "layer 1, mlp_norm", "--tolerance", "1e9")
 
 
-def test_other_shapes_part_with_both(tiny, capsys):
-    """The source has one more layer, and norms that our model lacks."""
-    checkpoint, source = tiny("llama-mha")[2], tiny("qwen3-gqa")[1]
-    code, lines = compare(capsys, checkpoint, source)
-    assert (code, lines[-1]) == (1, "they part at embedding: shape (1, 12, 60), the source's (1, 12, 52)")
-    assert sum("<--" in line for line in lines) == 1
-    only = [line.split("  ")[0] for line in lines if line.endswith("only in the source")]
-    assert only[:2] == ["layer 0, attention.q_norm", "layer 0, attention.k_norm"]
-    assert "layer 2, output" in only
-
-
 def test_mistakes_are_named(tiny, tmp_path):
     source, checkpoint = map(str, tiny("llama-mha")[1:])
     cut = shutil.copytree(source, tmp_path / "cut")
@@ -169,7 +124,7 @@ def test_mistakes_are_named(tiny, tmp_path):
         (checkpoint, str(cut)): "lacks tensor model.layers.1.mlp.up_proj.weight",
         (checkpoint, source, "--prompt", "Hello"): "has no tokenizer",
         (checkpoint, source, "--prompt_ids", "5,131"): "token id 131 is outside the vocabulary of 131",
-        (checkpoint, source, "--prompt_ids", ""): "has 0 tokens",
+        (checkpoint, source, "--prompt_ids", ""): "the prompt is empty",
         (checkpoint, source, "--prompt_ids", "5", "--prompt", "x"): "not allowed with",
         (checkpoint, source, "--tolerance", "nan"): "must be at least 0",
         (checkpoint,): "required",

@@ -7,8 +7,6 @@ FASTPATH_SOAK_MINUTES sets the length of the mixed load.
 import asyncio
 import os
 import random
-import re
-import signal
 import socket
 import threading
 import time
@@ -25,14 +23,11 @@ from servers import (
     KEY,
     LONG,
     MESSAGES,
-    OPTIONS,
     PATIENCE_S,
     ROWS,
     RawClient,
     Server,
-    ended,
     prompt_ids,
-    running,
     wait_for,
 )
 
@@ -116,11 +111,6 @@ def vanish_in_every_way(server: Server, n: int):
 @pytest.mark.slow
 def test_nothing_is_left_of_clients_that_vanish(server):
     check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 64)
-
-
-@pytest.mark.full
-def test_nothing_is_left_of_a_thousand_clients_that_vanish(server):
-    check_nothing_is_left(server, lambda n: vanish_in_every_way(server, n), 1000)
 
 
 # ---------------------------------------------------------------- clients that stop reading
@@ -297,14 +287,6 @@ def soak(server: Server, seconds: float, interval: float) -> tuple[list[dict], d
     return samples, counts
 
 
-def show(samples: list[dict], counts: dict[str, int]):
-    print(f"\n{sum(counts.values())} requests: {counts}")
-    print(" ".join(f"{name[:11]:>11}" for name in samples[0]))
-    for sample in samples:
-        values = {name: value / MEBIBYTE if name in ("engine", "http") else value for name, value in sample.items()}
-        print(" ".join(f"{value:11.0f}" for value in values.values()))
-
-
 # What the median of the last quarter of the samples may be above that of the second quarter: the load is random.
 TOLERANCE = {"probe_ms": 400, "descriptors": 12, "threads": 6, "rows_active": ROWS, "requests_waiting": 8}
 TOLERANCE |= {"requests_unfinished": 8, "tasks": 24, "engine": MEMORY, "http": MEMORY}
@@ -319,7 +301,6 @@ def test_soak(server):
     before = held(server)
     minutes = float(os.environ.get("FASTPATH_SOAK_MINUTES", "2"))
     samples, counts = soak(server, 60 * minutes, min(10, 6 * minutes))
-    show(samples, counts)
     quarter = len(samples) // 4
     assert quarter and len(counts) == 6
     for name, more in TOLERANCE.items():
@@ -329,36 +310,3 @@ def test_soak(server):
     most = {name: value + SLACK.get(name, 0) for name, value in before.items()}
     most |= {"engine": most["engine"] + 2 * MEMORY, "http": most["http"] + 2 * MEMORY}  # as samples, of busy processes
     wait_for(lambda: all(value <= most[name] for name, value in held(server).items()), f"no more than {most}")
-
-
-# ---------------------------------------------------------------- many starts
-
-
-def children(pid: int) -> list[int]:
-    found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    stats = {}
-    for one in found:
-        try:
-            stats[one] = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{one}/status").read_text())[1])
-        except OSError:  # it has ended
-            pass
-    return [one for one, parent in stats.items() if parent == pid]
-
-
-@pytest.mark.full
-def test_fifty_starts(checkpoints, tmp_path, monkeypatch):
-    """Each serves a request and ends at SIGTERM with exit code 0; no process and no file is left."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    log = tmp_path / "log"
-    for _ in range(50):
-        with running(log, "--checkpoint_path", checkpoints[None], *OPTIONS) as server:
-            wait_for(lambda server=server: server.health() == (200, "ready"), "the server to be ready")
-            server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3})
-            processes = {server.process.pid, *children(server.process.pid)}
-            assert len(processes) == 3  # and Python's resource tracker
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(PATIENCE_S) == 0
-        for pid in processes:
-            wait_for(lambda pid=pid: ended(pid), "all processes to end")
-        assert "Traceback" not in log.read_text() and list((tmp_path / "tmp").iterdir()) == []

@@ -8,6 +8,7 @@ A record says everything that the other files need to know about a family. What 
 a tensor is read, such as the order of its rows, needs no switch in the model.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -34,10 +35,8 @@ class Layout:
     # the number of the model's other layers. None: files have no such layer.
     draft_layer: str | None = None
     draft_block: str | None = None
-    # How names begin in some files -> how they should begin.
-    prefixes: dict[str, str] = field(default_factory=dict)
-    # Parts of names in some files -> what should be in their place.
-    replacements: dict[str, str] = field(default_factory=dict)
+    # Regular expressions of parts of names in some files -> what should be in their place.
+    renames: dict[str, str] = field(default_factory=dict)
     # Our module -> the whole name of a tensor that some files have in the place of those in `names`: the
     # matrices of all experts, with their rows in our order.
     fused_experts: dict[str, str] = field(default_factory=dict)
@@ -48,12 +47,9 @@ class Layout:
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
 
     def renamed(self, name: str) -> str:
-        """A name in a file, changed as `replacements` and `prefixes` say."""
-        for part, replacement in self.replacements.items():
-            name = name.replace(part, replacement)
-        for prefix, replacement in self.prefixes.items():
-            if name.startswith(prefix):
-                return replacement + name.removeprefix(prefix)
+        """A name in a file, changed as `renames` says."""
+        for part, replacement in self.renames.items():
+            name = re.sub(part, replacement, name)
         return name
 
 
@@ -566,21 +562,21 @@ PAIRED_GGUF_LAYOUT = replace(GGUF_LAYOUT, folds=dict.fromkeys(("attn_q", "attn_k
 BLOOM_LAYOUT = Layout(
     BLOOM_NAMES,
     "h.",
-    prefixes={"transformer.": ""},
+    renames={r"^transformer\.": ""},
     folds={"self_attention.query_key_value": separate_qkv},
 )
-MULTIMODAL_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-MISTRAL_LAYOUT = replace(LLAMA_LAYOUT, prefixes=MULTIMODAL_PREFIXES)
+MULTIMODAL_RENAMES = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+MISTRAL_LAYOUT = replace(LLAMA_LAYOUT, renames=MULTIMODAL_RENAMES)
 GEMMA3_NORMS = [names[0] for module, names in POST_NORM_NAMES.items() if module.endswith("norm")]
 GEMMA3_LAYOUT = replace(
     POST_NORM_LAYOUT,
-    prefixes=MULTIMODAL_PREFIXES,
+    renames=MULTIMODAL_RENAMES,
     folds=dict.fromkeys(GEMMA3_NORMS, plus_one),
 )
 MIXTRAL_LAYOUT = replace(
     LLAMA_LAYOUT,
     names=LLAMA_NAMES | MIXTRAL_EXPERT_NAMES,
-    replacements={".mlp.": ".block_sparse_moe."},
+    renames={r"\.mlp\.": ".block_sparse_moe."},
     fused_experts=MIXTRAL_FUSED_EXPERTS,
 )
 QWEN3_MOE_LAYOUT = replace(
@@ -616,7 +612,7 @@ QWEN35_LAYOUT = Layout(
     "model.layers.",
     draft_layer="mtp.",
     draft_block="mtp.layers.0.",
-    prefixes=MULTIMODAL_PREFIXES | {"model.mtp.": "mtp."},
+    renames=MULTIMODAL_RENAMES | {r"^model\.mtp\.": "mtp."},
     fused_experts=QWEN_FUSED_EXPERTS,
     whole_names={"delta_net.decay.weight": "linear_attn.A_log", "delta_net.decay.bias": "linear_attn.dt_bias"},
     folds=dict.fromkeys(("input_layernorm", "post_attention_layernorm", "model.norm"), plus_one)
@@ -649,7 +645,7 @@ QWEN35_GGUF_LAYOUT = Layout(
     draft_layer="blk.{}.",
     draft_block="blk.{}.",
     fused_experts=GGUF_FUSED_EXPERTS,
-    replacements={"ssm_dt.bias": "ssm_dt"},  # llama.cpp writes the first name, Ollama the second
+    renames={r"ssm_dt\.bias": "ssm_dt"},  # llama.cpp writes the first name, Ollama the second
     whole_names={"delta_net.decay.weight": "ssm_a", "delta_net.decay.bias": "ssm_dt"},
     folds={"attn_q": gated_queries} | dict.fromkeys(("attn_k", "attn_q_norm", "attn_k_norm"), rotated_keys),
 )
@@ -670,7 +666,7 @@ LFM2_LAYOUT = Layout(
         "mlp.down": ["feed_forward.w2"],
     },
     "model.layers.",
-    prefixes=MULTIMODAL_PREFIXES,
+    renames=MULTIMODAL_RENAMES,
 )
 LFM2_GGUF_LAYOUT = Layout(
     GGUF_NAMES
@@ -681,7 +677,7 @@ LFM2_GGUF_LAYOUT = Layout(
         "short_conv.out": ["shortconv.out_proj"],
     },
     "blk.",
-    prefixes={"output_norm.": "token_embd_norm."},  # Ollama's name
+    renames={r"^output_norm\.": "token_embd_norm."},  # Ollama's name
 )
 
 # ---------------------------------------------------------------- the table

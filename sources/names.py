@@ -168,11 +168,6 @@ def downloaded() -> Iterator[tuple[str, int]]:
     for name, short in SHORT_NAMES.items():
         if on_this_machine(short):
             yield name, short.nbytes
-    ours = [short.wheels.file for short in SHORT_NAMES.values() if short.wheels is not None]
-    for path in wheels.models_folder().glob("*.gguf"):
-        if path.name not in ours:
-            yield str(path), path.stat().st_size
-
     yield from in_hub_cache(known={(short.repository, short.file) for short in SHORT_NAMES.values()})
 
 

@@ -7,12 +7,22 @@ a checkpoint directory.
 
 import dataclasses
 import os
+import re
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from checkpoint import DEFAULT_NAME, Checkpoint, FileStates, empty_model, is_ours, open_directory, read_recommended
+from checkpoint import (
+    DEFAULT_NAME,
+    DRAFT_LAYER,
+    Checkpoint,
+    FileStates,
+    empty_model,
+    is_ours,
+    open_directory,
+    read_recommended,
+)
 from cli import UserError, print_status
 from config import Config
 from formats import matrices
@@ -78,7 +88,7 @@ def open_hf(directory: Path) -> Checkpoint:
     layout = family.layout
     if config.tied_embeddings:
         config, layout = correct_tied_head(config, file)
-    draft_tensors = {name: shape for name, shape in file.shapes().items() if is_of_draft_layer(name)}
+    draft_tensors = {name: shape for name, shape in file.shapes().items() if name.startswith(DRAFT_LAYER)}
     config = with_draft_layer(directory, config, layout, draft_tensors)
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
@@ -89,9 +99,8 @@ def open_hf(directory: Path) -> Checkpoint:
     def unneeded(name: str) -> bool:
         if config.tied_embeddings and name == "lm_head.weight":  # it has the values of the embedding
             return True
-        if is_other_modality(name) or is_of_draft_layer(name):
-            return True
-        return name.endswith("rotary_emb.inv_freq")  # old checkpoints contain the RoPE table
+        is_rope_table = name.endswith("rotary_emb.inv_freq")  # old checkpoints contain it
+        return is_other_modality(name) or name.startswith(DRAFT_LAYER) or is_rope_table
 
     def open_weights() -> AssembledWeights:
         weights = AssembledWeights(directory, HfFiles(directory, layout), config, layout, unneeded)
@@ -102,11 +111,6 @@ def open_hf(directory: Path) -> Checkpoint:
     read_tokenizer = partial(hf_tokenizer_files, directory)
     recommended = read_recommended(directory)
     return Checkpoint(directory, config, None, open_weights, read_tokenizer, files, recommended=recommended)
-
-
-def is_of_draft_layer(name: str) -> bool:
-    """Whether a tensor belongs to a layer that only drafts tokens."""
-    return name.startswith("mtp.")
 
 
 def correct_tied_head(config: Config, file: HfFiles) -> tuple[Config, Layout]:
@@ -121,7 +125,7 @@ def correct_tied_head(config: Config, file: HfFiles) -> tuple[Config, Layout]:
     head = f"{layout.names['output'][0]}.weight"
     if head in found and table not in found:
         _, stored_name = file.stored[head]
-        return config, dataclasses.replace(layout, prefixes={stored_name: table} | layout.prefixes)
+        return config, dataclasses.replace(layout, renames={f"^{re.escape(stored_name)}$": table} | layout.renames)
     if head in found and not same_values(file.read(table), file.read(head)):
         said = "config.json calls the output head tied to the embedding table (tie_word_embeddings)"
         differs = f"{head} has other values than {table}; both are used"

@@ -6,78 +6,47 @@ import gguf
 import numpy as np
 import torch
 
-FIELDS = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-    "num_local_experts": "expert_count",
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
+
+def pairs(text):
+    return dict(pair.split("=") for pair in text.split())
+
+
+FIELDS = pairs("""
+    hidden_size=embedding_length num_hidden_layers=block_count intermediate_size=feed_forward_length
+    num_attention_heads=attention.head_count num_key_value_heads=attention.head_count_kv
+    rms_norm_eps=attention.layer_norm_rms_epsilon max_position_embeddings=context_length
+    num_local_experts=expert_count num_experts=expert_count num_experts_per_tok=expert_used_count
+    moe_intermediate_size=expert_feed_forward_length
+    shared_expert_intermediate_size=expert_shared_feed_forward_length
+""")
+NAMES = pairs("""
+    model.embed_tokens=token_embd model.norm=output_norm lm_head=output input_layernorm=attn_norm
+    self_attn.q_proj=attn_q self_attn.k_proj=attn_k self_attn.v_proj=attn_v self_attn.o_proj=attn_output
+    self_attn.q_norm=attn_q_norm self_attn.k_norm=attn_k_norm post_attention_layernorm=ffn_norm
+    mlp.gate_proj=ffn_gate mlp.up_proj=ffn_up mlp.down_proj=ffn_down mlp.gate=ffn_gate_inp
+    mlp.experts.gate_proj=ffn_gate_exps mlp.experts.up_proj=ffn_up_exps
+    mlp.experts.gate_up_proj=ffn_gate_up_exps mlp.experts.down_proj=ffn_down_exps
+    mlp.shared_expert_gate=ffn_gate_inp_shexp mlp.shared_expert.gate_proj=ffn_gate_shexp
+    mlp.shared_expert.up_proj=ffn_up_shexp mlp.shared_expert.down_proj=ffn_down_shexp
+""")
 # Some families have other names, architectures or fields than Llama.
-POST_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+POST_NORMS = pairs("""
+    post_attention_layernorm=post_attention_norm pre_feedforward_layernorm=ffn_norm
+    post_feedforward_layernorm=post_ffw_norm
+""")
 OTHER_NAMES = {"gemma3_text": POST_NORMS, "olmo2": POST_NORMS, "olmo3": POST_NORMS}
-OTHER_NAMES["qwen3_5_text"] = {
-    "post_attention_layernorm": "post_attention_norm",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "linear_attn": "ssm",
-}
+OTHER_NAMES["qwen3_5_text"] = pairs("""
+    post_attention_layernorm=post_attention_norm linear_attn.in_proj_qkv=attn_qkv
+    linear_attn.in_proj_z=attn_gate linear_attn.in_proj_b=ssm_beta linear_attn.in_proj_a=ssm_alpha
+    linear_attn.conv1d=ssm_conv1d linear_attn.norm=ssm_norm linear_attn.out_proj=ssm_out linear_attn=ssm
+""")
 OTHER_NAMES["qwen3_5_moe_text"] = OTHER_NAMES["qwen3_5_text"]
-OTHER_NAMES["lfm2"] = {
-    "model.embedding_norm": "token_embd_norm",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-}
+OTHER_NAMES["lfm2"] = pairs("""
+    model.embedding_norm=token_embd_norm operator_norm=attn_norm ffn_norm=ffn_norm
+    self_attn.out_proj=attn_output self_attn.q_layernorm=attn_q_norm self_attn.k_layernorm=attn_k_norm
+    conv.in_proj=shortconv.in_proj conv.conv=shortconv.conv conv.out_proj=shortconv.out_proj
+    feed_forward.w1=ffn_gate feed_forward.w2=ffn_down feed_forward.w3=ffn_up
+""")
 OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
 ARCHITECTURES |= {
@@ -87,17 +56,14 @@ ARCHITECTURES |= {
     "qwen3_5_moe_text": "qwen35moe",
 }
 PAIRED = ("llama", "smollm3", "granite", "mistral3")  # architectures that need pair_rows
-SCALES = {
-    "embedding_multiplier": "embedding_scale",
-    "attention_multiplier": "attention.scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-YARN_FIELDS = {
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
-    "attention_factor": "rope.scaling.yarn_attn_factor",
-}
+SCALES = pairs("""
+    embedding_multiplier=embedding_scale attention_multiplier=attention.scale
+    residual_multiplier=residual_scale logits_scaling=logit_scale
+""")
+YARN_FIELDS = pairs("""
+    beta_fast=rope.scaling.yarn_beta_fast beta_slow=rope.scaling.yarn_beta_slow
+    attention_factor=rope.scaling.yarn_attn_factor
+""")
 
 
 def family_fields(config):

@@ -3,10 +3,8 @@ transformers, for directories with each kind of vocabulary, and llama.cpp for GG
 """
 
 import json
-import os
 import random
 import shutil
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +16,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from convert_hf_checkpoint import convert
-from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import end_tokens, token_types
 from sources.hf_directory import hf_tokenizer_files
 from sources.opening import open_gguf
-from sources.wheels import default_gguf
 from tokenizer import ChatTemplate, Tokenizer, read_tokenizer_files
 from writer import Writer
 
@@ -224,24 +220,6 @@ def test_phi3s_marks_in_a_gguf_file(sentencepiece_folder, tiny, tmp_path, family
         assert set(ours.eos_ids) == {600, 607}
 
 
-@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, UNUSED])
-@pytest.mark.parametrize("ends", [["<|im_end|>"], ["<|im_end|>", "<|endoftext|>"]])
-def test_turn_marks_of_the_wrong_type(default_tokenizer, kind, ends):
-    """In the default file: the ids are the same, the mark is not shown, and it ends an answer."""
-    opened = GgufFile(default_gguf())
-    types, tokens = list(opened.metadata["tokenizer.ggml.token_type"]), opened.metadata["tokenizer.ggml.tokens"]
-    for end in ends:
-        types[tokens.index(end)] = kind
-    opened.metadata |= {"tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 0}
-    files = opened.tokenizer_files()
-    tokenizer = Tokenizer(files)
-    assert set(tokenizer.eos_ids) == set(default_tokenizer.eos_ids) == {0, 2}
-    assert tokenizer.vocabulary.special_ids == default_tokenizer.vocabulary.special_ids
-    template = ChatTemplate(files, tokenizer)
-    assert template.encode(CHAT) == ChatTemplate(files, default_tokenizer).encode(CHAT)
-    assert template.end_ids() == {2} and tokenizer.decode([5, 2, 0]) == default_tokenizer.decode([5, 2, 0])
-
-
 MARKS = ["<end_of_turn>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<turn|>", "<eos>"]
 
 
@@ -319,38 +297,3 @@ def test_texts_that_end_an_answer(tokens, named, expected, kind):
     found = end_tokens(fields | {"token_type": token_types(fields)})
     assert sorted(tokens[i] for i in found) == sorted(expected.split())
     assert not found or found[0] == named or tokens[named] == "<|end|>", "templates name the first one"
-
-
-LLAMA_CPP = os.environ.get("LLAMA_CPP_BIN")
-OTHER_MARKS = [
-    "<|im_start|>",
-    "<start_of_turn>",
-    "<tool>",
-    "<|fim_prefix|>",
-    "<reponame>",
-    "<|file_sep|>",
-    "[PAD]",
-    "<x>",
-]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not LLAMA_CPP, reason="needs LLAMA_CPP_BIN, the folder of llama.cpp's programs")
-@pytest.mark.parametrize("seed", range(12))
-def test_random_types_equal_llama_cpp(sentencepiece_folder, byte_level, tiny, tmp_path, seed):
-    """All texts at once, between tokens that take no white space. llama.cpp's tokens take ASCII's white space only."""
-    chance, path = random.Random(seed), tmp_path / "x.gguf"
-    marks = chance.sample([*MARKS[:2], *MARKS[3:5], *PHI3_MARKS[1:], *OTHER_MARKS], 12)
-    types = {"<|endoftext|>": CONTROL} | {mark: chance.choice([1, 3, 3, 4, 5]) for mark in marks}
-    fields = spm_fields(sentencepiece_folder, types) | {"general.name": "phi-3 mini" if seed % 3 == 0 else "x"}
-    fields["tokenizer.ggml.add_space_prefix"] = seed % 2 == 0
-    if seed % 3 == 2:
-        fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "smollm", bos_token_id=0)
-        types.pop("<|end|>", None)  # the vocabulary has it
-        fields["tokenizer.ggml.tokens"] += list(types)
-        fields["tokenizer.ggml.token_type"] += list(types.values())
-    tokenizer = tokenizer_of(tiny("phi3-window" if seed % 3 == 0 else "llama-mha")[0], fields, path)
-    text = "<|endoftext|>".join(random_texts(marks, spaces=[space for space in SPACES if space.isascii()]))
-    command = [f"{LLAMA_CPP}/llama-tokenize", "-m", path, "--ids", "--no-bos", "--no-escape", "--stdin"]
-    done = subprocess.run(command, input=text.encode(), capture_output=True, check=True)
-    assert tokenizer.encode(text, add_bos=False) == json.loads(done.stdout)

@@ -79,25 +79,16 @@ def hf(tiny, tmp_path):
 
 REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, scaling)
     "meta-llama__Llama-2-7b-hf": (32, 32, 128, 4096, 11008, 32, 32000, 4096, 1e4, False, False, None, None),
-    "meta-llama__Meta-Llama-3-8B": (32, 8, 128, 4096, 14336, 32, 128256, 8192, 5e5, False, False, None, None),
     "meta-llama__Llama-3.1-8B-Instruct": (32, 8, 128, 4096, 14336, 32, 128256, 131072, 5e5, False, False, None, 8.0),
     "meta-llama__Llama-3.2-1B-Instruct": (32, 8, 64, 2048, 8192, 16, 128256, 131072, 5e5, True, False, None, 32.0),
     "transformers5__Llama-3.2-3B-Instruct": (24, 8, 128, 3072, 8192, 28, 128256, 131072, 5e5, True, False, None, 32.0),
-    "codellama__CodeLlama-7b-hf": (32, 32, 128, 4096, 11008, 32, 32016, 16384, 1e6, False, False, None, None),
-    "TinyLlama__TinyLlama-1.1B-Chat-v1.0": (32, 4, 64, 2048, 5632, 22, 32000, 2048, 1e4, False, False, None, None),
     "HuggingFaceTB__SmolLM2-135M-Instruct": (9, 3, 64, 576, 1536, 30, 49152, 8192, 1e5, True, False, None, None),
-    "HuggingFaceTB__SmolLM2-1.7B-Instruct": (32, 32, 64, 2048, 8192, 24, 49152, 8192, 130000, True, False, None, None),
-    "tiiuae__Falcon3-7B-Instruct": (12, 4, 256, 3072, 23040, 28, 131072, 32768, 1000042, False, False, None, None),
     "mistralai__Mistral-7B-v0.1": (32, 8, 128, 4096, 14336, 32, 32000, 32768, 1e4, False, False, 4096, None),
-    "mistralai__Mistral-7B-Instruct-v0.3": (32, 8, 128, 4096, 14336, 32, 32768, 32768, 1e6, False, False, None, None),
     "Qwen__Qwen2.5-0.5B-Instruct": (14, 2, 64, 896, 4864, 24, 151936, 32768, 1e6, True, True, None, None),
-    "Qwen__Qwen2.5-7B-Instruct": (28, 4, 128, 3584, 18944, 28, 152064, 32768, 1e6, False, True, None, None),
     "deepseek-ai__DeepSeek-R1-Distill-Qwen-1.5B": (
         12, 2, 128, 1536, 8960, 28, 151936, 131072, 10000, False, True, None, None,
     ),
     "Qwen__Qwen3-0.6B": (16, 8, 128, 1024, 3072, 28, 151936, 40960, 1e6, True, False, None, None),
-    "Qwen__Qwen3-8B": (32, 8, 128, 4096, 12288, 36, 151936, 40960, 1e6, False, False, None, None),
-    "transformers5__Qwen3-1.7B": (16, 8, 128, 2048, 6144, 28, 151936, 40960, 1e6, True, False, None, None),
     "microsoft__Phi-4-mini-instruct": (24, 8, 128, 3072, 8192, 32, 200064, 131072, 1e4, True, False, 262144, 1.0),
     "transformers5__Ministral-3-8B": (
         32, 8, 128, 4096, 14336, 34, 131072, 262144, 1e6, False, False, None, 16.0,
@@ -986,25 +977,15 @@ def test_every_family_is_in_the_tests():
 # ---------------------------------------------------------------- a head that config.json calls tied
 
 HEAD = "lm_head.weight"
-# Every family with a model of TINY that ties its head, and each way to store the weights.
+# Each way to name the head and the table, and to store the weights
 TIED = {
     "llama-gqa-biased": "safetensors",
     "mistral-gqa": "shards",
-    "ministral3-gqa": "safetensors",
     "qwen2-gqa": "bin",
-    "qwen3-mqa-biased": "bins",
-    "qwen35-grouped": "shards",
-    "lfm2-tied": "bin",
-    "mixtral-tied": "shards",
-    "qwen3-moe-33": "bin",
-    "qwen35-moe-5": "bins",
-    "smollm3-tied": "old bin",
+    "qwen35-grouped": "bins",
+    "lfm2-tied": "old bin",
     "gemma3-tied": "bin",
-    "phi3-partial": "safetensors",
-    "granite-tied": "shards",
-    "olmo3-tied": "safetensors",
     "bloom-5": "bins",
-    "bloom-8": "safetensors",
 }
 
 
@@ -1086,7 +1067,7 @@ def padded(table):
     return torch.cat([table[:-3], torch.zeros_like(table[-3:])])
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "bloom-12", "gemma3-tied"])
+@pytest.mark.parametrize("name", ["llama-llama3", "bloom-12"])
 @pytest.mark.parametrize("change_head", [padded, torch.Tensor.bfloat16], ids=["the last rows", "rounded"])
 def test_a_head_of_nearly_equal_values_is_kept(tiny, tmp_path, name, change_head):
     directory = with_head(tiny, name, tmp_path / "hf", change_head)
@@ -1111,11 +1092,9 @@ def test_a_tied_head_without_its_table_is_the_table(tiny, tmp_path, name, how):
     [
         (lambda table: torch.full_like(table, float("nan")), f"{HEAD} holds NaN or infinity"),
         (lambda table: table.repeat(2, 1), rf"{HEAD} is \(262, 36\), but by its config it should be \(131, 36\)"),
-        (lambda table: table.double().repeat(2, 1), rf"{HEAD} is \(262, 36\), but by its config"),
         (lambda table: table.to(torch.float8_e4m3fn), f"{HEAD} holds float8_e4m3fn, expected floating-point"),
-        (lambda table: table.to(torch.int8), f"{HEAD} holds int8, expected floating-point"),
     ],
-    ids=["NaN", "more rows", "more rows in float64", "float8", "int8"],
+    ids=["NaN", "more rows", "float8"],
 )
 def test_a_head_that_cannot_be_used_is_named(tiny, tmp_path, change_head, why):
     directory = with_head(tiny, "llama-gqa-biased", tmp_path / "hf", change_head)

@@ -120,17 +120,14 @@ def test_fields_about_experts(tmp_path, capsys):
     "family, fields, why",
     [
         ("qwen3_moe", {"num_experts_per_tok": 4}, "a token cannot use 4 of 3 experts"),
-        ("qwen3_moe", {"num_experts_per_tok": 0}, "n_active must be a positive integer"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "wrong type or size"),
         ("qwen3_moe", {"mlp_only_layers": [1.5]}, "mlp_only_layers .* is not a list of the numbers of layers"),
         ("qwen3_moe", {"norm_topk_prob": "no"}, "normalized must be true or false"),
-        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers .* is not a list of the numbers of layers"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 changes"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "differs from use_sliding_window"),
         ("qwen35_moe", {"num_experts": 0}, "n_expert must be a positive integer"),
         ("qwen35_moe", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
         ("mixtral", {"num_local_experts": None}, "n_expert must be a positive integer"),
-        ("mixtral", {"hidden_act": "gelu"}, 'hidden_act = "gelu" changes'),
         ("mixtral", {"kv_lora_rank": 512}, "kv_lora_rank = 512 changes"),
         ("mixtral", {"n_shared_experts": 1}, "n_shared_experts = 1 changes"),
     ],
@@ -213,36 +210,21 @@ DOWN, GATE_UP = f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"
     [
         ({f"{EXPERTS}.2.up_proj.weight": None}, f"lacks tensor {EXPERTS}.2.up_proj.weight"),
         ({f"{EXPERTS}.3.up_proj.weight": (14, 20)}, rf"holds tensor {EXPERTS}.3.up_proj.weight \(14, 20\), which"),
-        ({f"{EXPERTS}.2.up_proj.weight": (20, 14)}, r"is \(20, 14\), but by its config it should be \(14, 20\)"),
         ({"model.layers.1.mlp.gate.weight": (4, 20)}, r"gate.weight is \(4, 20\), .* should be \(3, 20\)"),
-        ({"model.layers.1.mlp.gate.weight": None}, "lacks tensor model.layers.1.mlp.gate.weight"),
         ({"model.layers.1.mlp.gate.bias": (3,)}, "holds tensor model.layers.1.mlp.gate.bias"),
         ({GATE_UP: (3, 28, 20)}, r"experts.\d.\w+_proj.weight .\d+, \d+., which the model does not have"),
-        ({DOWN: (3, 20, 14)}, r"experts.\d.\w+_proj.weight .\d+, \d+., which the model does not have"),
-    ],
-    ids=str,
-)
-def test_wrong_experts_are_named(tmp_path, changes, why):
-    save_random(config_of("qwen3_moe"), tmp_path, seed=1)
-    state = load_file(tmp_path / "model.safetensors")
-    change(state, changes, tmp_path, why)
-
-
-@pytest.mark.parametrize(
-    "changes, why",
-    [
         ({GATE_UP: None}, f"lacks tensor {GATE_UP}"),
-        ({DOWN: None}, f"lacks tensor {DOWN}"),
         ({GATE_UP: (3, 20, 28)}, r"gate_up_proj is \(3, 20, 28\), but by its config it should be \(3, 28, 20\)"),
-        ({DOWN: (3, 14, 20)}, r"down_proj is \(3, 14, 20\), but by its config it should be \(3, 20, 14\)"),
-        ({GATE_UP: (4, 28, 20)}, r"gate_up_proj is \(4, 28, 20\), but by its config it should be \(3, 28, 20\)"),
         ({DOWN: (3, 20, 13)}, r"down_proj is \(3, 20, 13\), but by its config it should be \(3, 20, 14\)"),
     ],
     ids=str,
 )
-def test_wrong_tensors_of_all_experts_are_named(tmp_path, changes, why):
+def test_wrong_experts_are_named(tmp_path, changes, why):
+    """Also where one tensor holds the matrices of all experts."""
     save_random(config_of("qwen3_moe"), tmp_path, seed=1)
-    state = fused(load_file(tmp_path / "model.safetensors"))
+    state = load_file(tmp_path / "model.safetensors")
+    if "_proj" in why and ".weight" not in why:
+        state = fused(state)
     change(state, changes, tmp_path, why)
 
 
@@ -365,27 +347,6 @@ def test_quantized_matrices_of_experts_are_kept(tmp_path, byte_level, kinds):
     assert_same(ours.state_dict(), model.state_dict())
 
 
-def test_a_merged_tensor_stays_quantized(tmp_path, byte_level):
-    """It has the bits of separate ones."""
-    found = []
-    for kinds in (None, (Q.Q8_0, Q.Q8_0)):
-        oracle = save_random(config_of("mixtral", D=64, F=32), tmp_path / "hf", seed=3)
-        if kinds is None:
-            write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level), lambda name: of_experts(name))
-        else:
-            gguf_file(tmp_path / "x.gguf", byte_level, "mixtral", kinds, D=64, F=32)
-        found.append(read_model(open_gguf(tmp_path / "x.gguf"), dtype=torch.float32).state_dict())
-    assert found[0]["blocks.0.experts.gate_up.blocks"].dtype == torch.uint8
-    assert_same(*found)
-
-
-def of_experts(name):
-    return Q.Q8_0 if "_exps" in name else None
-
-
-ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "qwen35_moe": "qwen35moe"}
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, byte_level):
     """A GGUF file of each family."""
@@ -430,14 +391,11 @@ def test_the_width_of_experts_in_older_files(files):
     "fields, why",
     [
         ({"expert_weights_norm": False}, "expert_weights_norm = False is not supported; expected True"),
-        ({"expert_weights_scale": 2.5}, "expert_weights_scale = 2.5 is not supported; expected 1.0"),
         ({"expert_gating_func": 2}, "expert_gating_func = 2 is not supported; expected 1"),
         ({"expert_group_count": 3}, "expert_group_count = 3 is not supported"),
         ({"expert_used_count": None}, "lacks .*expert_used_count"),
         ({"expert_used_count": 4}, "a token cannot use 4 of 3 experts"),
-        ({"expert_used_count": 0}, "n_active must be a positive integer"),
         ({"expert_used_count": [1, 2]}, "expert_used_count = .1, 2. differs by layer"),
-        ({"expert_feed_forward_length": [14, 16]}, "expert_feed_forward_length = .14, 16. differs by layer"),
         ({"expert_count": [3, 3]}, "expert_count = .3, 3. is not an integer"),
         ({"expert_count": -3}, "n_expert must be a positive integer"),
         ({"expert_latent_length": 8}, "expert_latent_length = 8 is not supported"),
@@ -463,14 +421,8 @@ def test_gguf_files_whose_tensors_do_not_fit(tmp_path, byte_level, family):
 
     expect("lacks tensor blk.1.ffn_down_exps.weight", ffn_down_exps=None)
     expect("lacks tensor blk.1.ffn_gate_exps.weight and 1 more", ffn_gate_up_exps=None)
-    expect("lacks tensor blk.1.ffn_gate_inp.weight", ffn_gate_inp=None)
     wrong = np.ones((4, *shape[1:]), np.float32)
     expect(r"ffn_gate_up_exps.weight is \(4, 28, 20\), but .* should be \(3, 28, 20\)", ffn_gate_up_exps=wrong)
-    transposed = {
-        "ffn_gate_up_exps": np.ones((3, 20, 28), np.float32),
-        "ffn_down_exps": np.ones((3, 14, 20), np.float32),
-    }
-    expect(r"is \(3, 20, 28\), but by its config it should be \(3, 28, 20\)", **transposed)
     expect("holds tensor blk.1.ffn_gate_exps.weight", ffn_gate_exps=np.ones((3, 14, 20), np.float32))
     expect("holds tensor blk.1.ffn_exp_probs_b.weight", ffn_exp_probs_b=np.ones(3, np.float32))
     if family != "qwen35_moe":

@@ -27,7 +27,6 @@ from conftest import (
     QWEN3_MOE,
     QWEN35,
     QWEN35_MOE,
-    ROOT,
     SCALED_QUERIES,
     SHORT_CONTEXT,
     VOCABULARY,
@@ -41,9 +40,7 @@ from conftest import (
     tiny_config,
 )
 from gguf_writer import bpe_fields, write_gguf
-from programs import run
 from safetensors.torch import load_file, save_file
-from servers import running
 from tokenizers import Tokenizer as TokenizersLibrary
 
 from cli import UserError
@@ -60,7 +57,6 @@ from sampling import SamplingParams
 from sources.gguf_file import USED_FIELDS, GgufFile
 from sources.opening import open_gguf, open_hf
 from speculative import Speculation
-from tokenizer import ChatTemplate, TextStream
 
 pytestmark = pytest.mark.slow
 
@@ -403,37 +399,6 @@ def test_a_head_of_its_own_of_a_multimodal_directory(tmp_path, name, head):
     assert tokens(Engine(model, 1, 120), [prompt]) == [hf_greedy(oracle, prompt, NEW)]
 
 
-@pytest.mark.parametrize("published", [False, True])
-def test_gemma3_with_images(tmp_path, published):
-    """Gemma 3 with images. published: with the tensors' names of Google's files, which transformers renames."""
-    text = random_member("gemma3", 3).to_dict() | {"eos_token_id": None}
-    vision = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        tie_word_embeddings=text["tie_word_embeddings"],
-    )
-    torch.manual_seed(0)
-    oracle = transformers.Gemma3ForConditionalGeneration(config).eval()
-    oracle.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    names = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-    names |= {"model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector."}
-    new, old = list(names), list(names.values())
-    pairs = list(zip(new, old)) if published else list(zip(old, new))
-    state = {}
-    for name, tensor in load_file(path).items():
-        found = next(((a, b) for a, b in pairs if name.startswith(a)), ("", ""))
-        state[found[1] + name.removeprefix(found[0])] = tensor
-    assert any(name.startswith(names["model.language_model."]) for name in state) == published
-    save_file(state, path, metadata={"format": "pt"})
-    [prompt] = random_prompts((23,), seed=4)
-    model = load_model(open_hf(tmp_path), dtype=torch.float32)
-    [found] = tokens(Engine(model, 1, 100), [prompt])
-    assert found == hf_greedy(oracle, prompt, NEW)
-
-
 @pytest.mark.parametrize("length", [95, 200])
 def test_a_draft_model_has_longrope_s_factors_of_its_rows(member, length):
     """The model itself as its draft: all that it proposes is accepted, with short factors and with long ones."""
@@ -445,37 +410,3 @@ def test_a_draft_model_has_longrope_s_factors_of_its_rows(member, length):
     assert tokens(Engine(model, 3, length, decoding=speculation), prompts) == plain
     report = speculation.report
     assert sum(report.accepted) == sum(report.verified) > 100
-
-
-ANSWER = 24  # tokens
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family, template", [("gemma3", "gemma-3"), ("olmo3", "olmo-3.1"), ("phi3", "phi-3-mini")])
-def test_a_member_is_served_and_chatted_with(byte_level, tmp_path, family, template):
-    """By serve.py over HTTP and by generate.py --chat: both answer with the engine's tokens."""
-    config = random_member(family, 7 if family == "phi3" else 0)
-    config.vocab_size, config.max_position_embeddings = 700, 600
-    save_random(config, tmp_path / "hf", seed=5)
-    file = str(byte_level / "tokenizer.json")
-    library = transformers.PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<|begin|>", eos_token="<|end|>")
-    library.chat_template = (ROOT / "tests" / "data" / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
-    library.save_pretrained(tmp_path / "hf")
-    checkpoint = open_hf(tmp_path / "hf")
-    tokenizer = checkpoint.tokenizer
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
-    prompt = ChatTemplate(checkpoint.tokenizer_files, tokenizer).encode(messages)
-    request = Request(prompt, GREEDY, ANSWER, frozenset(tokenizer.eos_ids))
-    generate(Engine(load_model(checkpoint, dtype=torch.float32), 1, 500), [request])
-    text = TextStream(tokenizer).add(request.new_tokens, last=True)
-    how = ["--checkpoint_path", tmp_path / "hf", "--dtype", "float32"]
-    with running(tmp_path / "log.txt", *how, "--max_batch_size", 2, "--max_seq_length", 500) as server:
-        body = {"messages": messages, "max_completion_tokens": ANSWER, "temperature": 0}
-        answer = server.post("/v1/chat/completions", body)
-    assert answer["choices"][0]["message"]["content"] == text and answer["usage"]["prompt_tokens"] == len(prompt)
-    ask = ["--system", messages[0]["content"], "--prompt", messages[1]["content"], "--chat", "--json"]
-    length = ["--max_seq_length", 500]  # with longrope, the length of rows decides which factors run
-    done = run(*how, *ask, *length, "--max_new_tokens", ANSWER, "--temperature", 0)
-    assert done.returncode == 0, done.stderr
-    [sample] = json.loads(done.stdout)["samples"]
-    assert sample["token_ids"] == request.new_tokens and sample["text"] == text

@@ -23,7 +23,6 @@ from programs import main
 from texts import strings
 
 import formats
-from checkpoint import open_directory
 from cli import UserError
 from convert_hf_checkpoint import convert, default_directory
 from formats import QuantizedLinear, StackedLinear
@@ -31,7 +30,7 @@ from load import DraftOption, ModelOptions, load_engine, load_model, open_checkp
 from quantize import open_dense
 from sources import gguf_header
 from sources.gguf_file import GgufFile
-from sources.gguf_tokenizer import PRE_TOKENIZERS, end_tokens, token_types
+from sources.gguf_tokenizer import PRE_TOKENIZERS
 from sources.opening import open_gguf, open_hf, open_named
 from sources.wheels import default_gguf
 from tokenizer import Tokenizer
@@ -302,14 +301,6 @@ def test_a_file_that_changes_while_it_is_read(file, tmp_path, monkeypatch):
     read_with(lambda: None)
 
 
-def test_a_directory_that_is_replaced_while_it_is_read(file, tmp_path):
-    convert(open_gguf(file), tmp_path / "one", torch.float32)
-    source = open_directory(tmp_path / "one")
-    convert(open_gguf(file, dequantize=True), tmp_path / "one", torch.float32)
-    with pytest.raises(UserError, match="was changed while it was read|lacks tensor|holds tensor"):
-        read_model(source)
-
-
 def test_a_directory_that_another_model_replaces_while_it_is_read(tiny, tmp_path):
     """After its header was read: the tensors of the other one have other shapes."""
     shutil.copytree(tiny("llama-mha")[1], tmp_path / "hf")
@@ -318,15 +309,6 @@ def test_a_directory_that_another_model_replaces_while_it_is_read(tiny, tmp_path
     shutil.copy(tiny("llama-gqa-biased")[1] / "model.safetensors", tmp_path / "hf")
     with pytest.raises(UserError, match="was changed while it was read"):
         load_model(dataclasses.replace(source, open_weights=lambda: weights))
-
-
-def test_end_tokens_are_known_by_name():
-    """Whatever their type is. But </s> is HTML in some vocabularies, so it needs the type, or a field that names it."""
-    tokens = ["<s>", "</s>", "a", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"]
-    fields = {"tokens": tokens, "eos_token_id": 4, "token_type": [3, 1, 1, 3, 3, 1, 3]}
-    assert end_tokens(fields | {"token_type": token_types(fields)}) == [4, 3, 5, 6]
-    fields["token_type"][1] = 3
-    assert end_tokens(fields | {"token_type": token_types(fields)}) == [4, 1, 3, 5, 6]
 
 
 def files_of_the_checkout():
@@ -347,18 +329,6 @@ def test_nothing_is_written(file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert files_of_the_checkout() <= before
     assert list((tmp_path / "home").iterdir()) == [] and list(file.parent.iterdir()) == [file]
-
-
-def test_what_is_no_source_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("hello")
-    cases = {tmp_path / "a.txt": "a.txt is neither a GGUF file .* nor the directory of a model"}
-    cases[tmp_path] = "has no config.json"
-    for name, why in cases.items():
-        with pytest.raises(UserError, match=why):
-            open_named(str(name))
-    (tmp_path / "b.gguf").write_text("")
-    with pytest.raises(UserError, match="has no config.json, but b.gguf: give the path of that file"):
-        open_named(str(tmp_path))
 
 
 def test_fields_that_do_not_fit_are_refused(file):
@@ -463,8 +433,9 @@ def test_a_list_of_equal_values_is_one_value(file, name, value):
     """One for each of the two layers. Others are refused by name."""
     config, name = GgufFile(file).config(), f"qwen2.{name}"
     assert with_fields(file, **{name: [value, value]}).config() == config
-    with pytest.raises(UserError, match=rf"{name} = \[{value}, {2 * value}\] differs by layer, which is not supported"):
-        with_fields(file, **{name: [value, 2 * value]}).config()
+    for other in (2 * value, 0):
+        with pytest.raises(UserError, match=rf"{name} = \[{value}, {other}\] differs by layer, which is not supported"):
+            with_fields(file, **{name: [value, other]}).config()
     for wrong in ([], [value], [value] * 3):
         with pytest.raises(UserError, match=f"{name} = .* does not have a value for each of 2 layers"):
             with_fields(file, **{name: wrong}).config()
@@ -491,13 +462,10 @@ FACTOR, OLD, KIND = "qwen2.rope.scaling.factor", "qwen2.rope.scale_linear", "qwe
         ({FACTOR: 4.0}, "linear", 4.0),
         ({OLD: 3.0}, "linear", 3.0),
         ({OLD: 3.0, FACTOR: 4.0}, "linear", 4.0),
-        ({OLD: 3.0, FACTOR: 0.0}, None, None),
         ({OLD: 3.0, KIND: "linear"}, "linear", 3.0),
         ({OLD: 3.0, KIND: "yarn"}, "yarn", 3.0),
         ({OLD: 3.0, FACTOR: 4.0, KIND: "none"}, None, None),
         ({FACTOR: 1.0}, None, None),
-        ({KIND: "linear"}, None, None),
-        ({KIND: "yarn"}, "yarn", 1.0),
         ({KIND: "yarn", FACTOR: 4.0, "qwen2.rope.scaling.original_context_length": 0}, "yarn", 4.0),
     ],
     ids=str,
@@ -623,15 +591,6 @@ def test_an_absurd_header_is_refused_at_once(file, tmp_path, monkeypatch):
             open_gguf(tmp_path / "x.gguf")
 
 
-def test_a_file_drafts_for_itself(file, capsys, monkeypatch):
-    """Kernels are installed in a model whose layers have several formats each, after it was read."""
-    args = ["--checkpoint_path", file, "--prompt_ids", "5,6,7", "--max_new_tokens", 12, "--temperature", 0, "--json"]
-    args += ["--dequantize", "--dtype", "float32"]
-    plain, _ = main(capsys, monkeypatch, *args)
-    drafted, _ = main(capsys, monkeypatch, *args, "--draft", "int4-self", "--speculate_k", 3)
-    assert drafted["samples"] == plain["samples"] and drafted["mean_accepted_tokens"] > 0.5
-
-
 @pytest.mark.slow
 def test_unpacking_in_blocks_of_rows(file, monkeypatch):
     whole = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
@@ -729,12 +688,6 @@ def test_lists_may_have_zeros_where_no_layer_has_attention(tiny, byte_level, tmp
         with_fields(tmp_path / "x.gguf", **{field: values}).config()
 
 
-@pytest.mark.parametrize("name", LAYERED)
-def test_zeros_are_refused_where_every_layer_has_attention(file, name):
-    with pytest.raises(UserError, match=rf"{name} = \[{LAYERED[name]}, 0\] differs by layer"):
-        with_fields(file, **{f"qwen2.{name}": [LAYERED[name], 0]}).config()
-
-
 def test_heads_and_experts_in_another_order_are_refused(tiny, byte_level, tmp_path):
     write_gguf(tmp_path / "x.gguf", tiny("qwen35-moe-5")[0], vocabulary(byte_level))
     for name in ("ssm.v_head_reordered", "norm_top_k_prob"):
@@ -770,16 +723,7 @@ def test_what_is_left_out_is_not_said_to_be_dequantized(file, tmp_path, byte_lev
 
 # ---------------------------------------------------------------- files without the suffix .gguf
 
-NAMES = [
-    "blobs/sha256-83c54730",
-    "llama3.2",
-    "model.Q4_K_M",
-    "model.bin",
-    "model.pt",
-    "MODEL.GGUF",
-    "model.GgUf",
-    "latest",
-]
+NAMES = ["blobs/sha256-83c54730", "llama3.2", "model.bin", "MODEL.GGUF"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -799,16 +743,7 @@ def test_the_first_four_bytes_decide(file, tmp_path, name, linked):
     assert greedy(load_model(source), prompts, 4) == greedy(load_model(expected), prompts, 4)
 
 
-NO_GGUF = {
-    "an empty file": b"",
-    "three bytes": b"GGU",
-    "safetensors": struct.pack("<Q", 2) + b"{}",
-    "a zip archive": b"PK\3\4" + bytes(40),
-    "an older format of ggml": b"tjgg" + bytes(40),
-}
-
-
-@pytest.mark.parametrize("data", NO_GGUF.values(), ids=NO_GGUF)
+@pytest.mark.parametrize("data", [b"", b"GGU", b"PK\3\4" + bytes(40)])
 def test_files_that_begin_otherwise_are_refused_in_one_line(tmp_path, data):
     path = tmp_path / "sha256-1"
     path.write_bytes(data)
@@ -816,9 +751,6 @@ def test_files_that_begin_otherwise_are_refused_in_one_line(tmp_path, data):
         open_checkpoint(str(path))
     path.write_bytes(b"GGUF" + struct.pack(">I", 3) + data)
     with pytest.raises(UserError, match="version 50331648 is not known; known: 2 and 3 .little-endian."):
-        open_checkpoint(str(path))
-    path.write_bytes(b"GGUF" + struct.pack("<I", 1) + data)
-    with pytest.raises(UserError, match="version 1 is not known"):
         open_checkpoint(str(path))
 
 

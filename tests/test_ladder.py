@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from argparse import Namespace
 from statistics import median
 
 import pytest
@@ -83,31 +82,3 @@ def test_gains_are_medians_of_the_rounds_own_ratios():
     assert third["decode_over_before"] == median((30 / 20, 60 / 20, 45 / 90))
     assert third["prefill_over_before"] == median((200 / 50, 450 / 150, 200 / 50))
     assert third["compile_s"] == 7 and third["rounds"] == rounds[c]
-
-
-def test_the_two_runs_of_a_step_are_kept_apart(tiny, monkeypatch):
-    common = {"compile_s": 3.0, "weight_bytes_per_token": 1, "kv_bytes_per_token": 1, "peak_memory_bytes": 7}
-    decode = common | {"decode_tokens_per_s": 11.0, "prefill_tokens_per_s": 1.0}
-    prefill = common | {"decode_tokens_per_s": None, "prefill_tokens_per_s": 100.0, "peak_memory_bytes": 8}
-    runs = {(5, 4): decode, (100, 1): prefill}  # (prompt, new tokens), of which prefill makes the first
-    monkeypatch.setattr(ladder.measure, "run_generate", lambda tree, flags, prompt, new, rows: runs[prompt, new])
-    args = Namespace(prompt_tokens=100, new_tokens=3)
-    found = ladder.measure.decode_and_prefill(args, tiny("llama-mha")[2], "bf16", "--kernels torch")
-    assert found["prefill_tokens_per_s"] == 100 and found["decode_tokens_per_s"] == 11
-    assert found["compile_s"] == 6 and found["peak_memory_bytes"] == 8
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--rounds", "0"], "argument --rounds: must be at least 1, not 0"),
-        (["--steps", "warp drive"], "invalid choice: 'warp drive'"),
-        (["--laps", "3"], "unrecognized arguments: --laps 3"),
-    ],
-)
-def test_bad_arguments_in_one_line(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ladder.measure, "take_turns", lambda *_: pytest.fail("it began to measure"))
-    assert main(monkeypatch, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ladder.py: error: ") and said in err and err.count("\n") == 1

@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from conftest import ROOT
 from gguf_writer import bpe_fields, write_gguf
 from huggingface_hub import constants
@@ -142,16 +140,12 @@ def many():
     "name, file",
     [
         ("org/many:Q4_K_M", "Model-Q4_K_M.gguf"),
-        ("org/many:q4_k_m", "Model-Q4_K_M.gguf"),
         ("org/many", "Model-Q4_K_M.gguf"),
         ("org/many:UD-Q4_K_M", "Model-UD-Q4_K_M.gguf"),
         ("org/many:IQ4_NL", "Model-IQ4_NL.gguf"),
-        ("org/many:bf16", "Model-BF16.gguf"),
         ("org/many:Model-Q2_K.gguf", "Model-Q2_K.gguf"),
         ("org/many:Q8_0", "Q8_0/Model-Q8_0-00001-of-00003.gguf"),
-        ("https://huggingface.co/org/many:Q4_0", "Model-Q4_0.gguf"),
         ("hf.co/org/many:Q4_0", "Model-Q4_0.gguf"),
-        ("org/one", "model.q5_k_m.gguf"),
         ("org/one:Q5_K_M", "model.q5_k_m.gguf"),
         ("org/small", "tiny.Q8_0.gguf"),
         ("org/odd", "tiny.gguf"),
@@ -177,20 +171,14 @@ def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
             "org/many:Q6_K",
             "org/many has no GGUF file in Q6_K; it has BF16, IQ4_NL, Q2_K, Q4_0, Q4_K_M, Q8_0, UD-Q4_K_M",
         ),
-        ("org/many:F16", "org/many has no GGUF file in F16"),
         ("org/many:Q4_K", "org/many has no GGUF file in Q4_K;"),
         ("org/many:_0", "org/many has no GGUF file in _0;"),
         ("org/odd:Q4_0", "org/odd has no GGUF file in Q4_0; it has tiny.gguf"),
         ("org/vision", "org/vision has no GGUF file of a language model"),
-        ("org/none", "org/none has no GGUF file of a language model"),
-        ("org/nowhere:Q4_0", "org/nowhere is neither a local path nor on the hub"),
         ("org/nowhere", "org/nowhere is neither a local path nor on the hub"),
         ("org/many:", "org/many: does not exist; a model is a path"),
         (r"C:\models\x:Q4_0", r"C:\\models\\x:Q4_0 does not exist"),
-        ("C:/models/x.gguf", "C:/models/x.gguf does not exist"),
-        ("a/b/c:Q4_0", "a/b/c:Q4_0 does not exist"),
         (":", ": does not exist"),
-        ("/:", "/: does not exist"),
         ("qwen2.5-coder-7b", "qwen2.5-coder-7b does not exist; a model is .* qwen2.5-coder-0.5b, qwen2.5-coder-1.5b"),
     ],
 )
@@ -420,29 +408,18 @@ def test_the_list_of_models(use_hub, tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------- as a user runs it
 
 
-@pytest.fixture(scope="module")
-def tiny_gguf(tmp_path_factory, byte_level):
-    config = transformers.LlamaConfig(
-        vocab_size=263, hidden_size=96, num_attention_heads=3, num_key_value_heads=3, intermediate_size=160,
-        num_hidden_layers=2,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
-    write_gguf(path, transformers.AutoModelForCausalLM.from_config(config), fields)
-    return path
-
-
 @pytest.mark.slow
-def test_the_command_downloads_a_model_and_then_runs_without_the_hub(tiny_gguf, tmp_path):
+def test_the_command_downloads_a_model_and_then_runs_without_the_hub(byte_level, tiny, tmp_path):
+    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "gpt-2")
+    write_gguf(tmp_path / "tiny.gguf", tiny("llama-mha")[0], fields)
     options = ["--checkpoint_path", "org/tiny:Q8_0", "--prompt_ids", "5,6", "--max_new_tokens", "3", "--json"]
     command = [sys.executable, str(ROOT / "generate.py"), *options]
-    with served({"org/tiny/tiny-Q8_0.gguf": tiny_gguf.read_bytes()}) as server:
+    with served({"org/tiny/tiny-Q8_0.gguf": (tmp_path / "tiny.gguf").read_bytes()}) as server:
         settings = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
         about = {"env": os.environ | settings, "capture_output": True, "text": True}
         done = subprocess.run(command, **about)
         assert done.returncode == 0, done.stderr
-        assert "downloading org/tiny: tiny-Q8_0.gguf (1 MB, once)" in done.stderr
+        assert "downloading org/tiny: tiny-Q8_0.gguf (0 MB, once)" in done.stderr
     again = subprocess.run([*command, "--draft_checkpoint_path", "org/tiny:Q8_0"], **about)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["samples"][0]["token_ids"] == json.loads(done.stdout)["samples"][0]["token_ids"]

@@ -368,8 +368,7 @@ class GgufFile:
         factors = self.divisors(ROPE_FACTORS)
         short_factors = self.divisors(SHORT_FACTORS)
         if factors is not None and kind != "none":
-            both = f"{kind} RoPE scaling and the tensor {ROPE_FACTORS}"
-            raise UserError(f"{self.path}: {both} cannot both be used")
+            raise UserError(f"{self.path}: {kind} RoPE scaling and {ROPE_FACTORS} cannot both be used")
         if factors is not None:
             return RopeScaling("factors", factors=factors), context
         if short_factors is not None:

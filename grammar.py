@@ -14,7 +14,6 @@ need this file.
 Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
 """
 
-import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +39,8 @@ MAX_SOURCE_BYTES = 1 << 18
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,40})?"}
 # Thoughts may go on for this many tokens until a character is complete: grammars need whole ones.
 MAX_OVERRUN = 8
+# The beginning of a character in UTF-8, at the end of a text.
+CUT_CHARACTER = re.compile(rb"([\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z")
 # Keywords whose values have schemas by name.
 SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 ANNOTATIONS = {"title", "description", "default", "example", "examples", "$comment"}
@@ -155,17 +156,10 @@ class ThinkingLimit:
     def _limited(self, state: ThoughtState) -> ThoughtState:
         """The same state, in which thoughts end here if they have reached their budget."""
         overrun = state.count - self.budget.tokens
-        may_end = overrun >= MAX_OVERRUN or (overrun >= 0 and not ends_within_character(state.tail))
+        may_end = overrun >= MAX_OVERRUN or (overrun >= 0 and not CUT_CHARACTER.search(state.tail))
         if state.search.place != "thoughts" or not may_end:
             return state
         return ThoughtState(ThoughtSearch(None), forced=self.budget.end_ids)
-
-
-def ends_within_character(data: bytes) -> bool:
-    """Whether the last bytes are the beginning of a character in UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data)
-    return decoder.getstate()[0] != b""
 
 
 class GrammarTokenizer:
@@ -282,17 +276,10 @@ class TokenBytes:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         ids = self.vocabulary.encode(text)
-        if max(ids, default=0) < len(self.tokens):
-            return ids
-        return [known for i in ids for known in self.known_ids(i)]
-
-    def known_ids(self, i: int) -> list[int]:
-        """The token itself if the model has a logit for it, otherwise the tokens of its bytes."""
-        if i < len(self.tokens):
-            return [i]
-        data = self.vocabulary.token_bytes(i)
-        parts = [data[at : at + 1] for at in range(len(data))]
-        return [self.ids_of_bytes[part] for part in parts if part in self.ids_of_bytes]
+        if max(ids, default=0) >= len(self.tokens):  # the model has no logit for one of them
+            parts = [bytes([byte]) for byte in text.encode()]
+            ids = [self.ids_of_bytes[part] for part in parts if part in self.ids_of_bytes]
+        return ids
 
 
 # ---------------------------------------------------------------- sources

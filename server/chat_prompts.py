@@ -111,7 +111,7 @@ class ChatModel:
         tools = self.read_tools(fields)
         variables = fields.chat_template_kwargs | self.thinking_variables(fields)
         checked = [self.check_message(one, f"messages[{i}]") for i, one in enumerate(fields.messages)]
-        checked = name_results(checked)
+        name_results(checked)
 
         add_prompt = fields.add_generation_prompt
         continues = fields.continue_final_message
@@ -427,20 +427,13 @@ def read_arguments(arguments):
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def name_results(messages: list[dict]) -> list[dict]:
-    """Messages with the function's name in each result, for templates that write it."""
-    names = {}
+def name_results(messages: list[dict]):
+    """Write the function's name into each result, for templates that write it."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call_id: name for call_id, name, _ in calls}
     for message in messages:
-        for call_id, name, _ in message.get("tool_calls", ()):
-            names[call_id] = name
-
-    named = []
-    for message in messages:
-        call_id = message.get("tool_call_id")
-        if call_id in names:
-            message = {"name": names[call_id]} | message
-        named.append(message)
-    return named
+        if message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
 
 
 def describe_function(function: Function) -> dict:

@@ -19,7 +19,7 @@ from cli import UserError
 from grammar import GrammarTokenizer, check_size, fit_schema, refusal, schema_rule
 from server.openai_requests import ANY_OBJECT, Answers, ResponseFormat
 from server.request_fields import ApiError, log_once
-from server.tool_grammars import ToolGrammar, literal, text_until
+from server.tool_grammars import ToolGrammar, escaped_pattern, literal, text_until
 from server.tools import Tool
 from tokenizer import Tokenizer
 
@@ -95,28 +95,13 @@ def format_constraint(format: ResponseFormat) -> Constraint:
 def make_constraint(kind: str, value, param: str) -> Constraint:
     """kind: "json", "regex" or "choice". value: the value of the field `param`."""
     if kind == "regex":
-        return Constraint(regex_rule(value, param), param, "the regular expression")
+        return Constraint(f"/{escaped_pattern(value)}/", param, "the regular expression")
     if kind == "choice":
         return Constraint(f"({' | '.join(map(json.dumps, value))})", param, "the choice")
     # An empty schema means any object there, as in llama-server.
     if value == "json" or (value == {} and param in ("json_schema", "format", "response_format")):
         value = ANY_OBJECT
     return schema_constraint(value, param, lenient=True)
-
-
-def regex_rule(pattern: str, param: str) -> str:
-    """A text that matches a regular expression, as an expression of a grammar."""
-    try:
-        from llguidance import LLMatcher
-
-        source = LLMatcher.grammar_from_regex(pattern)
-    except ImportError:
-        text = f"{param}: regular expressions need llguidance: pip install llguidance"
-        raise ApiError(text, param=param) from None
-    except ValueError as error:  # such as a lone surrogate
-        text = f"{param}: the regular expression is not supported: {error}"
-        raise ApiError(text, param=param) from None
-    return json.loads(source)["grammars"][0]["lark_grammar"].removeprefix("start: ")
 
 
 def schema_constraint(schema: dict | bool, param: str, lenient: bool = False, place: str = "") -> Constraint:

@@ -256,8 +256,13 @@ def whole_pattern(pattern) -> str | None:
     is_choice = "|" in parts and before + after != ANY_TEXT * 2  # each choice would have its anchors
     if is_choice or not {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}.isdisjoint(parts):
         return None
-    body = "".join(parts).replace("\n", r"\n").replace(r"\/", "/").replace("/", r"\/")
-    return f"{before}({body}){after}"
+    return f"{before}({escaped_pattern(''.join(parts))}){after}"
+
+
+def escaped_pattern(pattern: str) -> str:
+    """A regular expression as it may stand between slashes in a grammar."""
+    escapes = {"/": r"\/", "\n": r"\n"}
+    return re.sub(r"\\.|[/\n]", lambda part: escapes.get(part[0], part[0]), pattern, flags=re.DOTALL)
 
 
 # ---------------------------------------------------------------- arguments as in Python

@@ -233,11 +233,7 @@ def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
                 writes_text=PROBE_CONTENT in probe.render_calls([PROBE_CONTENT]),
             )
 
-    probe = Probe(template, place, False, False)
-    rendered = probe.render(1)
-    if writes_python(rendered):
-        writes_text = PROBE_CONTENT in probe.render_calls([PROBE_CONTENT])
-        return replace(LFM2, in_content=False, tools_in=place, writes_text=writes_text)
+    rendered = Probe(template, place, False, False).render(1)
     if rendered and PROBE_NAMES[0] not in rendered:
         for mark, known in KNOWN_FORMATS.items():
             if mark in template.source:
@@ -246,14 +242,6 @@ def find_tool_format(template: ChatTemplate) -> ToolFormat | None:
         if set(LFM2_MARKS) <= set(template.tokenizer.vocabulary.tokens()):
             return replace(LFM2, tools_in=place)
     return None
-
-
-def writes_python(text: str) -> bool:
-    """Whether a text that Probe.render has written has a call in the format LFM2. Templates write
-    strings with quotes of either kind, and do not escape them."""
-    name = PROBE_NAMES[0]
-    calls = [LFM2.begin + f"{name}({PROBE_KEYS[0]}={quote}{name}{quote})" + LFM2.end for quote in "\"'"]
-    return any(call in text for call in calls)
 
 
 def find_place(template: ChatTemplate) -> str | None:
@@ -320,12 +308,17 @@ class Probe:
 def probe_format(probe: Probe) -> ToolFormat | None:
     """The format in which the template writes calls; None if it does not write them, or the format
     is not supported."""
+    rendered = probe.render(1)
+    python_call = LFM2.write([(PROBE_NAMES[0], json.dumps({PROBE_KEYS[0]: PROBE_NAMES[0]}))])
+    if python_call in rendered.replace("'", '"'):  # templates write strings with quotes of either kind
+        return replace(LFM2, in_content=False)
+
     header, _, end_of_turn = probe.render(0).rpartition(PROBE_CONTENT)
     parameters = None
-    single = split_at_calls(probe.render(1), PROBE_NAMES[:1])
+    single = split_at_calls(rendered, PROBE_NAMES[:1])
     if single is None:
         parameters = find_parameters(probe)
-        single = split_at_calls(probe.render(1), PROBE_NAMES[:1], parameters)
+        single = split_at_calls(rendered, PROBE_NAMES[:1], parameters)
     double = split_at_calls(probe.render(2), PROBE_NAMES, parameters)
     if not header or single is None:
         return None
@@ -419,11 +412,6 @@ def common_start(one: str, other: str) -> str:
     return re.sub(r"[<\[][^<>\[\]]*$", "", common)
 
 
-def common_end(one: str, other: str) -> str:
-    """The text with which two texts end."""
-    return commonprefix([one[::-1], other[::-1]])[::-1]
-
-
 def cut_end_of_turn(text: str, end_of_turn: str, template: ChatTemplate) -> str | None:
     """The text after a call, without what the template writes after an answer; None if the end of
     the turn is not found."""
@@ -433,16 +421,7 @@ def cut_end_of_turn(text: str, end_of_turn: str, template: ChatTemplate) -> str 
     eos_ids = template.tokenizer.eos_ids
     ends = [text.find(name) for name, i in special.items() if i in eos_ids and name in text]
 
-    # Command-R's template does not end the turn after calls. There, an answer ends before the first
-    # special token of the text with which all conversations end.
-    common = common_end(text, end_of_turn)
-    starts = [common.index(name) for name in special if name in common]
-    if starts:
-        before = text[: len(text) - len(common) + min(starts)]
-        ends.append(len(before.rstrip()))
-    if not ends:
-        return None
-    return text[: min(ends)]
+    return text[: min(ends)] if ends else None
 
 
 def split_between(start: str, between: str, rest: str, middle: str) -> ToolFormat:
@@ -450,7 +429,7 @@ def split_between(start: str, between: str, rest: str, middle: str) -> ToolForma
     call to the name of the next (`between`), and after the last arguments (`rest`)."""
     suffix = common_start(rest, between)
     between = between.removeprefix(suffix)
-    prefix = common_end(between, start)
+    prefix = commonprefix([between[::-1], start[::-1]])[::-1]  # the text with which both end
     return ToolFormat(
         prefix,
         middle,

@@ -9,11 +9,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis_jsonschema import from_schema
 
 from cli import UserError
 from grammar import GrammarTokenizer, schema_source
@@ -57,86 +54,18 @@ def random_schema(chance: random.Random, depth: int = 3) -> dict:
     return schemas.get(kind, {"type": kind})
 
 
-# ---------------------------------------------------------------- keywords in any combination
-
-
-def schema_of_schemas(depth: int) -> dict:
-    """The JSON schema of JSON schemas with any keywords beside each other.
-
-    Some of the keywords may contradict each other.
-    """
-    small = {"type": "integer", "minimum": 0, "maximum": 4}
-    value = {"type": ["null", "boolean", "integer", "string"]}
-    bound = {"enum": [-20, -1.5, 0, 0.25, 3, 7]}
-    type_ = {"enum": ["null", "boolean", "integer", "number", "string", "array", "object"]}
-    types = {"type": "array", "items": type_, "minItems": 1, "uniqueItems": True}
-    properties = {
-        "type": {"anyOf": [type_, types]},
-        "enum": {"type": "array", "items": value, "minItems": 1, "maxItems": 4, "uniqueItems": True},
-        "const": value,
-        "pattern": {"enum": PATTERNS},
-        "format": {"enum": ["date", "time", "uuid", "email", "ipv4", "uri"]},
-    }
-    properties |= dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), bound)
-    sizes = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-    properties |= dict.fromkeys(sizes, small)
-    if depth:
-        inner = schema_of_schemas(depth - 1)
-        some = {"type": "array", "items": inner, "minItems": 1, "maxItems": 2}
-        name = {"enum": NAMES}
-        members = {"type": "object", "propertyNames": name, "additionalProperties": inner}
-        names = {"type": "array", "items": name, "maxItems": 2, "uniqueItems": True}
-        additional = {"anyOf": [inner, {"type": "boolean"}]}
-        properties |= {"properties": members, "additionalProperties": additional}
-        properties |= {"items": inner, "prefixItems": some, "anyOf": some, "allOf": some}
-        properties["required"] = names
-    return {"type": "object", "properties": properties, "additionalProperties": False, "minProperties": 1}
-
-
-def strange_schemas(n: int) -> list[dict]:
-    """n different schemas of `schema_of_schemas`, the same ones each time."""
-    found: dict[str, dict] = {}
-
-    @seed(5)
-    @settings(
-        max_examples=2 * n, database=None, phases=[Phase.generate], deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(from_schema(schema_of_schemas(1)))
-    def collect(schema):
-        found[json.dumps(schema, sort_keys=True)] = schema
-
-    collect()
-    return list(found.values())[:n]
-
-
 # ---------------------------------------------------------------- the test suite
 
 
-class SuiteCase(NamedTuple):
-    """A schema of the test suite, with values that fit it and values that do not."""
-
-    name: str
-    schema: dict | bool
-    fitting: list
-    others: list
-
-
-def suite_cases() -> list[SuiteCase]:
-    """The cases of draft 2020-12, without the optional ones."""
-    cases = []
+def suite_schemas() -> list[dict | bool]:
+    """The schemas of draft 2020-12, without the optional ones."""
+    schemas = []
     with tarfile.open(fetch_suite()) as archive:
-        files = [name for name in archive.getnames() if name.startswith(SUITE_FOLDER)]
-        for name in sorted(files):
+        for name in sorted(archive.getnames()):
             inner = name.removeprefix(SUITE_FOLDER)
-            if "/" in inner or not inner.endswith(".json"):
-                continue
-            for case in json.load(archive.extractfile(name)):
-                about = f"{Path(name).stem}: {case['description']}"
-                fitting = [test["data"] for test in case["tests"] if test["valid"]]
-                others = [test["data"] for test in case["tests"] if not test["valid"]]
-                cases.append(SuiteCase(about, case["schema"], fitting, others))
-    return cases
+            if name.startswith(SUITE_FOLDER) and "/" not in inner and inner.endswith(".json"):
+                schemas += [case["schema"] for case in json.load(archive.extractfile(name))]
+    return schemas
 
 
 def fetch_suite() -> Path:

@@ -13,18 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemas import random_schema
-from scripted import ScriptedEngine, app_settings
-from scripted import events_of as scripted_events
-from servers import KEY
-from starlette.testclient import TestClient
-from test_anthropic import streamed_message
 from test_parameters import an_object, random_text, source_of
 from test_tools import (
     BESIDE,
     NAMES,
     QUESTION,
     REQUEST,
-    SOURCES,
     VALUES,
     answered,
     content,
@@ -32,13 +26,11 @@ from test_tools import (
     events_of,
     fits,
     function,
-    rendered_answer,
 )
 from test_tools import compiler as compiler  # fixtures
 from test_tools import files as files
 from test_tools import served as served
 
-from server import http_server
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content
 from server.openai_requests import ChatBody
 from server.python_calls import KEYWORD, python_text
@@ -262,24 +254,8 @@ def test_a_long_hostile_answer_is_parsed_in_time():
     """Neither its depth nor its length matters."""
     starts = (BEGIN, f"{BEGIN}[f(", f"{BEGIN}[", f"{BEGIN}f(a", f"{BEGIN}f(a=x) ", f"{BEGIN}f(a='{END}")
     parts = [
-        "x",
-        "(",
-        "x+",
-        "'",
-        "' ",
-        "'\"",
-        "r'",
-        "{x",
-        "{'",
-        "<|tool_call_",
-        "(1,",
-        "\\",
-        "**",
-        "1",
-        ",a=",
-        "'''",
-        "\n",
-    ]
+        "x", "(", "x+", "'", "' ", "'\"", "r'", "{x", "{'", "<|tool_call_", "(1,", "\\", "**", "1", ",a=", "'''", "\n",
+    ]  # fmt: skip
     texts = [text * 2_000 for text in starts]
     texts += [f"{BEGIN}[f(a={part * 20_000} x{end}" for part in parts for end in ("", ")].", f"'''){END}")]
     for text in texts:
@@ -288,24 +264,6 @@ def test_a_long_hostile_answer_is_parsed_in_time():
 
 
 # ---------------------------------------------------------------- templates, requests and responses
-
-PLAIN = st.lists(st.sampled_from(["a", "é", " b", "It's", "1", ", ", "x=1", "(", "]", "\n", "</a>"]), max_size=5)
-PLAIN_VALUES = st.recursive(
-    st.booleans() | st.integers() | st.none() | PLAIN.map("".join),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(["a", "b-c", "größe"]), PLAIN_VALUES), min_size=1, max_size=2), PLACES)
-def test_what_a_template_writes_is_parsed_although_it_escapes_nothing(served, given_arguments, places):
-    """LFM2.5's template writes strings with any quotes as they are, dicts as JSON, and lists as Python does."""
-    calls = [("f", arguments) for arguments in given_arguments]
-    text = rendered_answer(served("lfm2.5-calls"), "", calls)
-    for pieces in ([text], cut(text, places), list(text)):
-        found = [json.loads(event[2]) for event in events_of(SYNTAX, pieces) if event[0] is CallArguments]
-        assert json.dumps(found) == json.dumps(given_arguments)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2.5", "lfm2.5-calls"])
@@ -327,35 +285,6 @@ def test_prompts_of_later_turns_have_what_the_model_has_written(served, name):
     assert second.startswith(first + text) and second.count("It rains.") == 2
 
 
-@pytest.mark.parametrize("pieces", [1, 1000])
-def test_the_paths_of_other_apis(files, pieces):
-    """Anthropic's messages and OpenAI's responses, whole and streamed, and with calls in the history."""
-    engine = ScriptedEngine()
-    app = http_server.make_app(app_settings(files, SOURCES["lfm2"]), engine, "127.0.0.1")
-    client = TestClient(app, "http://localhost", headers={"authorization": f"Bearer {KEY}"})
-    text = f"Sure.\n\n{BEGIN}[f(a='5', b=5)]{END}"
-    ends = [min(i, len(text)) for i in range(0, len(text) + 1, -(-len(text) // pieces))] + [len(text)]
-
-    def ask(path: str, body: dict):
-        engine.updates = [{"text": text[a:b]} for a, b in zip(ends, ends[1:])]
-        engine.updates[-1]["finish_reason"] = "stop"
-        return client.post(path, json=body)
-
-    body = {"max_tokens": 50, "messages": [QUESTION], "tools": [{"name": "f", "input_schema": an_object()}]}
-    streamed = streamed_message(scripted_events(ask("/v1/messages", body | {"stream": True})))
-    for message in (ask("/v1/messages", body).json(), streamed):
-        said, use = message["content"]
-        assert (said["text"].strip(), use["name"], use["input"]) == ("Sure.", "f", {"a": "5", "b": 5})
-        assert message["stop_reason"] == "tool_use"
-
-    body = {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": an_object()}]}
-    *_, last = scripted_events(ask("/v1/responses", body | {"stream": True}))
-    for response in (ask("/v1/responses", body).json(), last["response"]):
-        said, use = response["output"]
-        assert said["content"][0]["text"].strip() == "Sure."
-        assert (use["type"], use["arguments"]) == ("function_call", '{"a": "5", "b": 5}')
-
-
 # ---------------------------------------------------------------- grammars
 
 NODE = an_object("v", v={"type": "boolean"}, next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]})
@@ -372,12 +301,10 @@ INT = {"type": "integer"}
          ["a=1", "a=1, c=2", "b=1, d=1"]),
         (an_object(a=INT, b=INT, c=INT), ["", "a=1", "b=1", "c=1", "a=1, c=1", "b=1, c=1"], ["c=1, a=1", ", a=1"]),
         (an_object(a={"type": "string"}), ['a="x\\"y"', 'a=""', 'a="é"', r'a="\t\n"'], ["a=x", "a=5", "a='x'"]),
-        (an_object(a={"type": "string", "maxLength": 2, "minLength": 1}), ['a="äö"', 'a="b"'], ['a=""', 'a="abc"']),
         (an_object(a={"type": "string", "pattern": "^b+$"}), ['a="bb"'], ['a="c"', 'a=""']),
         (an_object(a={"enum": ["b", "bc", 1, 12, True, None, "it's", [1]]}),
          ['a="b"', "a=1", "a=12", "a=true", "a=null", 'a="it\'s"', "a=[1]"], ["a=b", 'a="c"', "a=2", "a=False"]),
         (an_object(a={"type": ["string", "null"], "enum": ["b", None, 5]}), ['a="b"', "a=null"], ["a=5"]),
-        (an_object(a={"type": "integer", "minimum": 3}), ["a=3", "a=30"], ["a=2", "a=3.5", "a=True", 'a="3"']),
         (an_object(a={"type": ["integer", "null"], "minimum": 3}), ["a=3", "a=null"], ["a=2", 'a="3"']),
         (an_object(a={"minimum": 3}), ["a=3", 'a="x"', "a=true", "a=[null]"], ["a=2"]),
         (an_object(a={"type": "boolean", "title": "A"}), ["a=True", "a=False", "a=true"], ["a=1", "a=TRUE", "a=None"]),
@@ -385,12 +312,7 @@ INT = {"type": "integer"}
         (an_object(a={"anyOf": [INT | {"minimum": 3}, {"type": "null"}], "default": None}), ["a=None", "a=3"],
          ["a=2", "a=True"]),
         (an_object(a={"anyOf": [{"const": True}, INT]}), ["a=true", "a=3"], ["a=True", "a=False", "a=false"]),
-        (an_object(a={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}),
-         ["a=[true]", "a=[true, false]"], ["a=[]", "a=[1]", "a=[true, true, true]", "a=[true"]),
-        (an_object(a={"type": "array", "prefixItems": [INT], "items": False}), ["a=[]", "a=[1]"], ["a=[true]"]),
-        (an_object(a=an_object("x", x={"type": "null"}, y=INT)), ['a={"x": null}', 'a={"x": null, "y": 1}'],
-         ["a={}", "a={x: 1}"]),
-        (an_object(a={"allOf": [{"type": "boolean"}]}), ["a=true"], ["a=1"]),
+        (an_object(a=an_object("x", x={"type": "null"}, y=INT)), ['a={"x": null, "y": 1}'], ["a={}", "a={x: 1}"]),
         (an_object(a={"$ref": "#/$defs/n"}) | {"$defs": {"n": NODE}},
          ['a={"v": true, "next": {"v": false, "next": null}}'], ["a={}", 'a={"v": true, "next": {"v": null}}']),
         (an_object(a=INT, b={"$ref": "#/properties/a"}, c={"items": {"$ref": "#"}, "type": "array"}),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
-from schemas import is_supported, random_schema, strange_schemas, suite_cases
+from schemas import is_supported, random_schema, suite_schemas
 from servers import PATIENCE_S, log_lines, running, wait_for
 
 from grammar import GrammarTokenizer
@@ -27,21 +27,14 @@ WAYS = {
 }
 CHAT = "/v1/chat/completions"
 # Short answers before, so that a small model at temperature 1 does not write without end where a schema has no bounds.
-EXAMPLES = [("user", "Answer in JSON."), ("assistant", '{"a": 1}'), ("user", "Shorter."), ("assistant", '"b"')]
-EXAMPLES += [
-    ("user", "A number."),
-    ("assistant", "-2.5"),
-    ("user", "A list."),
-    ("assistant", "[7]"),
-    ("user", "Short."),
-]
+EXAMPLES = ["Answer in JSON.", '{"a": 1}', "Shorter.", '"b"', "A number.", "-2.5", "A list.", "[7]", "Short."]
 ANSWER_S = 600  # for an answer of 1,500 tokens among eight, on a busy machine
 
 
 def ask(server, schema: dict | bool, seed: int) -> tuple[str, str]:
     """(finish_reason, text) of an answer that must fit a schema."""
     described = {"name": "answer", "schema": schema, "strict": True}
-    messages = [{"role": role, "content": content} for role, content in EXAMPLES]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(EXAMPLES)]
     body = {"messages": messages, "max_tokens": 1500, "temperature": 1.0}
     body |= {"seed": seed, "response_format": {"type": "json_schema", "json_schema": described}}
     choice = server.post(CHAT, body, ANSWER_S)["choices"][0]
@@ -59,12 +52,10 @@ def plain_text(server, seed: int, temperature: float) -> str:
 
 @pytest.fixture(scope="module")
 def schemas(default_tokenizer) -> list:
-    """Three kinds of schemas, shuffled: random ones that some value fits; and of those with any keywords beside each
-    other, and of the JSON Schema test suite, the ones that the library takes."""
+    """Schemas of the JSON Schema test suite that the library takes, and random ones that some value fits, shuffled."""
     chance = random.Random(5)
     compiler = GrammarTokenizer(default_tokenizer, 49152, default_tokenizer.eos_ids)
-    others = strange_schemas(120) + [case.schema for case in suite_cases()]
-    supported = [schema for schema in others if is_supported(compiler, schema)]
+    supported = [schema for schema in suite_schemas() if is_supported(compiler, schema)]
     found = supported + [random_schema(chance) for _ in range(max(WAYS["plain"][1] - len(supported), 100))]
     chance.shuffle(found)
     return found

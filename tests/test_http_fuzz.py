@@ -248,22 +248,20 @@ def bodies(draw) -> tuple[str, bytes]:
     return path, draw(st.sampled_from([body, body, body, body, body[: len(body) // 2], b"\xef\xbb\xbf" + body]))
 
 
-def check_body(server: Server, path: str, body: bytes):
-    check_answer(*server.request("POST", path, body))
+def runs(n: int) -> list:
+    """The number of examples: some, and many in the full tests."""
+    return [pytest.param(n, marks=pytest.mark.slow), pytest.param(70 * n, marks=pytest.mark.full)]
 
 
-@pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
-@given(sent=bodies())
-def test_strange_bodies(server, sent):
-    check_body(server, *sent)
+@pytest.mark.parametrize("examples", runs(80))
+def test_strange_bodies(server, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=FIXTURES)
+    @given(sent=bodies())
+    def run(sent):
+        path, body = sent
+        check_answer(*server.request("POST", path, body))
 
-
-@pytest.mark.full
-@settings(max_examples=6000, deadline=None, suppress_health_check=FIXTURES)
-@given(sent=bodies())
-def test_many_strange_bodies(server, sent):
-    check_body(server, *sent)
+    run()
 
 
 @pytest.mark.slow
@@ -276,15 +274,6 @@ def test_every_field_with_strange_values(server):
         pieces = [request(path=path.encode(), body=body) for body in sent]
         found = statuses(talk(server, *(b"".join(pieces[i : i + 20]) for i in range(0, len(pieces), 20)), LAST))
         assert len(found) == len(pieces) + 1 and set(found) <= {200, 400, 404}, (path, set(found))
-
-
-@pytest.mark.slow
-def test_a_context_that_is_exactly_full(server, oracle):
-    prompt = prompt_ids(LENGTH - 30, 4)
-    body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-    answer = server.post("/v1/completions", body)
-    assert answer["usage"]["completion_tokens"] == 30
-    assert answer["choices"][0]["text"].startswith(oracle.text(prompt, 5))
 
 
 # ---------------------------------------------------------------- HTTP
@@ -311,11 +300,9 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(), HEALTH, request() + HEALTH + LAST], [200] * 5),
     ([request(path=b"/nowhere"), LAST], [404, 200]),  # whose body is dropped
     ([b"GET /health HTTP/1.0\r\n\r\n"], [200]),
-    ([b"GET /nowhere HTTP/1.0\r\nHost: [\r\n\r\n"], [404]),
     ([b"GET /health HTTP/1.1\r\n\r\n"], [400]),  # no host
     ([request(host=b"Host: [::1]:x\r\nHost: y\r\n")], [400]),
     ([request(host=b"Host: evil.example\r\n") + LAST], [403, 200]),
-    ([request(host=b"Host: %\xff[]]:\r\n", path=b"/nowhere") + LAST], [404, 200]),
     ([request(head=b"Origin: http://\xff\xfe\r\n") + LAST], [403, 200]),
     ([b"GET /health\r\n\r\n"], [400]),  # HTTP/0.9
     ([b"GET /health HTTP/9.9\r\n" + HOST + b"\r\n", LAST], [200, 200]),
@@ -325,12 +312,9 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([b"GET /\xe2\x82\xac HTTP/1.1\r\n" + HOST + b"\r\n"], [400]),
     ([b"GET /health HTTP/1.1\r\nX: a\0b\r\n" + HOST + b"\r\n"], [400]),
     ([b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", LAST], [404, 200]),
-    ([b"CONNECT localhost:1 HTTP/1.1\r\n" + HOST + b"\r\n", LAST], [404, 200]),
     ([request(head=b"Connection: Upgrade\r\nUpgrade: websocket\r\n"), LAST], [200, 200]),
-    ([request(head=b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"), LAST], [200, 200]),
     ([request(head=b"Expect: 100-continue\r\n", body=b"", length=b"%d" % len(BODY)), BODY, LAST], [100, 200, 200]),
     ([request(head=b"Expect: 100-continue\r\n", path=b"/nowhere"), LAST], [404, 200]),
-    ([request(head=b"Expect: 200-ok\r\n"), LAST], [200, 200]),
     ([chunked(chunks(BODY, 1)), LAST], [200, 200]),
     ([chunked(chunks(BODY, 7)[:-2] + b"X: y\r\n\r\n"), LAST], [200, 200]),
     ([chunked(b"zz\r\n")], [400]), ([chunked(b"5\r\nabcdefgh\r\n0\r\n\r\n")], [400]), ([chunked(b"-1\r\n")], [400]),
@@ -341,8 +325,6 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(length=b"3\r\nContent-Length: %d" % len(BODY))], [400]), ([request(length=b"3, 4")], [400]),
     ([request(length=b"-1")], [400]), ([request(length=b"9" * 30)], [400]), ([request(length=b"0x10")], [400]),
     ([request(length=b"%d" % (len(BODY) - 1)) + b"\r\n\r\n"], [400, 400]),
-    ([request(length=b"0") + b"\r\n\r\n"], [400, 400]),
-    ([request(length=b"%d" % (len(BODY) + 9)) + HEALTH], [400, 400]),
     # Two lengths: a proxy may see one request where the server sees two (request smuggling).
     ([request(head=b"Transfer-Encoding: chunked\r\n", body=chunks(BODY, 9)), LAST], [400]),
     ([request(head=b"Transfer-Encoding: chunked\r\n", length=b"5", body=b"0\r\n\r\n" + HEALTH)], [400]),
@@ -350,7 +332,6 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(path=b"http://localhost:80/v1/completions") + LAST], [404, 200]),  # as for a proxy
     ([request(head=b"Transfer-Encoding: gzip, chunked\r\n")], [501]),
     ([request(body=b" " * (MAX_BODY_BYTES + 1)), LAST], [413, 200]),
-    ([request(body=b" " * (11 * MAX_BODY_BYTES)), LAST], [413, 200]),
     ([request(body=b" " * MAX_BODY_BYTES), LAST], [400, 200]),
     ([request(body=b" " * (MAX_BODY_BYTES + 1), head=CLOSE), LAST], [413]),
     ([chunked(chunks(b" " * (MAX_BODY_BYTES + 1), 1 << 16)), LAST], [413, 200]),
@@ -359,13 +340,9 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(length=b"9" * 20, head=CLOSE)], [413]), ([request(length=b"00099999999", head=CLOSE)], [413]),
     ([request(length=b"%d" % (10 * MAX_BODY_BYTES + 1), path=b"/tokenize", head=CLOSE)], [413]),
     ([request(length=b"99999999", body=b"", head=CLOSE + b"Expect: 100-continue\r\n")], [413]),
-    ([request(length=b"99999999").replace(b"HTTP/1.1", b"HTTP/1.0")], [413]),
     ([request(length=b"+5")], [400]), ([request(length=b"1_0")], [400]), ([request(length=b"")], [400]),
-    ([request(length=b"5 5")], [400]), ([request(length=b"5.0")], [400]), ([request(length=b"9" * 5000)], [400]),
     ([request(length=b"99999999\r\nContent-Length: 3")], [400]), ([request(length=b"99999999, 3")], [400]),
     ([b"GET /health HTTP/1.1\r\n" + HOST + b"".join(b"X-%d: y\r\n" % i for i in range(5000)) + b"\r\n"], [431]),
-    ([b"GET /health HTTP/1.1\r\nX: " + b"y" * 100000 + b"\r\n" + HOST + b"\r\n"], [431]),
-    ([b"GET /" + b"y" * 100000 + b" HTTP/1.1\r\n" + HOST + b"\r\n"], [431]),
     ([b"GET /" + b"y" * 10**7], [431]),  # is heard out for a moment, so that its client reads the answer
     *(([head(MAX_HEAD_BYTES, kind), LAST], [404 if kind == "path" else 200, 200]) for kind in KINDS),
     *(([head(MAX_HEAD_BYTES + 1, kind), LAST], [431]) for kind in KINDS),
@@ -447,24 +424,17 @@ def conversations(draw) -> tuple[list[bytes], str]:
     return [piece for piece in pieces if piece], draw(st.sampled_from(["read", "half", "close", "reset"]))
 
 
-def check_conversation(server: Server, pieces: list[bytes], how: str):
-    answer = talk(server, *pieces, how=how, seconds=0.1)
-    assert all(status < 500 or status == 501 for status in statuses(answer)), answer
-    assert b"server_error" not in answer
+@pytest.mark.parametrize("examples", runs(60))
+def test_strange_conversations(server, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=FIXTURES)
+    @given(conversation=conversations())
+    def run(conversation):
+        pieces, how = conversation
+        answer = talk(server, *pieces, how=how, seconds=0.1)
+        assert all(status < 500 or status == 501 for status in statuses(answer)), answer
+        assert b"server_error" not in answer
 
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
-@given(conversation=conversations())
-def test_strange_conversations(server, conversation):
-    check_conversation(server, *conversation)
-
-
-@pytest.mark.full
-@settings(max_examples=3000, deadline=None, suppress_health_check=FIXTURES)
-@given(conversation=conversations())
-def test_many_strange_conversations(server, conversation):
-    check_conversation(server, *conversation)
+    run()
 
 
 # ---------------------------------------------------------------- others do not wait

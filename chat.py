@@ -409,14 +409,11 @@ def chat(session: Session, first: Iterable[str] = ()):
                 print_status(f"> {text}", dim=True)
             else:
                 text = read_message()
-            if text is None or text.strip().lower() in ("exit", "quit"):
+            if text is None or text.strip().lower() in (*ENDS, "exit", "quit"):
                 return
             word = next(iter(text.split()), "")
             rest = text.strip()[len(word) :].strip()
             command = ALIASES.get(word.lower(), word.lower())
-            if command in ENDS and not rest and "\n" not in text:
-                return
-
             if command in COMMANDS and ("\n" not in text or re.match(r"\s*/(set\s+)?system\s", text, re.IGNORECASE)):
                 handle_command(session, command, rest)
             elif "\n" not in text and word not in sent and re.fullmatch(r"/[^\W\d_][\w-]*", word):

@@ -200,15 +200,15 @@ class Session:
                 prompt = self.encode(self.system, messages[dropped:])
 
         if len(prompt) > self.engine.length:
-            what = "with this message the conversation has {} tokens, but the context holds {}; shorten it, or /reset"
+            size = f"{len(prompt)} tokens, but the context holds {self.engine.length}; shorten it"
             if dropped == len(messages) - 1:
-                what = "this message alone has {} tokens, but the context holds {}; shorten it"
-            raise UserError(f"the context is full: {what.format(len(prompt), self.engine.length)}")
+                raise UserError(f"the context is full: this message alone has {size}")
+            raise UserError(f"the context is full: with this message the conversation has {size}, or /reset")
 
         if dropped > self.dropped:
             turns = counted((dropped - self.dropped) // 2, "turn")
-            what = f"the context is full: dropped the oldest {turns}"
-            print_status(f"({what}; --keep_all_turns refuses instead)", dim=True)
+            text = f"(the context is full: dropped the oldest {turns}; --keep_all_turns refuses instead)"
+            print_status(text, dim=True)
             self.dropped = dropped
         return prompt
 
@@ -633,6 +633,5 @@ def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
         system = texts.pop(0)
     take_turns = roles == ["user", "assistant"] * (len(roles) // 2)
     if not take_turns or not all(isinstance(text, str) for text in (*texts, system or "")):
-        what = "messages of the user and the assistant must take turns, and their contents be texts"
-        raise UserError(f"{path}: {what}")
+        raise UserError(f"{path}: messages of the user and the assistant must take turns, and their contents be texts")
     return system, [{"role": role, "content": text} for role, text in zip(roles, texts)]

@@ -147,28 +147,24 @@ def run_command(main: Callable, print_error=lambda line: print(line, file=sys.st
     try:
         code = main()
         sys.stdout.flush()
-    except UserError as error:
-        code = fail(str(error))
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in OPTIONAL:
             raise
-        what = "an optional part of fastpath that was deleted here"
-        code = fail(f"{name} is missing, {what}, and this command needs it")
+        code = fail(f"{name} is missing, an optional part of fastpath that was deleted here, and this command needs it")
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that reads our output has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except OSError as error:  # a full disk, a file without read permission
+    except (UserError, OSError) as error:  # also a full disk, a file without read permission
         code = fail(str(error))
     except (MemoryError, RuntimeError) as error:
         # Out of memory, torch raises OutOfMemoryError on a GPU and a plain RuntimeError on a CPU.
         out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
-        advice = "take a smaller model, dtype, batch or prompt"
-        code = fail(f"out of memory; {advice} ({first_line(error)})")
+        code = fail(f"out of memory; take a smaller model, dtype, batch or prompt ({first_line(error)})")
     sys.exit(code)
 
 

@@ -262,9 +262,9 @@ class HarnessCalls:
         """
         scoring = []
         for _, context, continuation in requests:
-            if len(continuation) > self.max_length:
-                limit = f"the context holds {self.max_length}"
-                raise UserError(f"a task scores {len(continuation)} tokens at once, but {limit}")
+            n = len(continuation)
+            if n > self.max_length:
+                raise UserError(f"a task scores {n} tokens at once, but the context holds {self.max_length}")
             ids = (context + continuation)[-self.max_length - 1 :]
             scoring.append(Request(ids, SamplingParams(), max_new_tokens=0, prompt_logprobs=1))
         self.run(scoring, "scoring")
@@ -313,8 +313,7 @@ class HarnessCalls:
         """The request for an answer. settings: as normalize_gen_kwargs returns them."""
         new = settings["max_gen_toks"]
         if not 1 <= new < self.max_length:
-            most = self.max_length - 1
-            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {most}")
+            raise UserError(f"a task asks for {new} new tokens, but the context allows 1 to {self.max_length - 1}")
         given = {name: settings[name] for name in ("temperature", "top_k", "top_p") if settings.get(name) is not None}
         params = SamplingParams(**{"temperature": 0.0} | given, seed=seed)
         stream = TextStream(self.tokenizer, stop=stop)
@@ -358,8 +357,7 @@ def parse_arguments():
     add("--text", type=Path, help="a UTF-8 text file to score")
     add("--max_tokens", type=at_least_2, help="score only this many tokens at the start of the text")
     add("--window", type=at_least_2, default=1024, help="tokens per window, at most the model's context")
-    stride = "tokens from the start of one window to the next; default: half a window"
-    add("--stride", type=positive, help=stride)
+    add("--stride", type=positive, help="tokens from the start of one window to the next; default: half a window")
     tasks = "tasks of the harness (hellaswag winogrande ...), or .yaml files that define tasks"
     add("--tasks", nargs="+", default=[], metavar="TASK", help=tasks)
     add("--num_fewshot", type=natural, help="examples before each question")

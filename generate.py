@@ -86,8 +86,7 @@ def parse_arguments(argv=None):
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
-    schema = "write JSON that fits this JSON schema (needs llguidance)"
-    add("--json_schema", type=Path, metavar="FILE", help=schema)
+    add("--json_schema", type=Path, metavar="FILE", help="write JSON that fits this JSON schema (needs llguidance)")
     add_sampling_options(add)
 
     add_model_options(parser, "as many as the run needs, rounded up (--interactive: up to 8192)")

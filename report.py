@@ -159,8 +159,7 @@ def read_without_weights(args) -> tuple[Config, Quantization | None] | None:
     if not args.checkpoint_path or not (directory / "config.json").exists() or has_weights:
         return None
     if not args.roofline:
-        why = "has no weights to measure the bandwidth with"
-        raise UserError(f"{directory} {why}; give one, as in --roofline 100")
+        raise UserError(f"{directory} has no weights to measure the bandwidth with; give one, as in --roofline 100")
     if is_ours(directory):
         return read_config(directory), read_quantization(directory)
     from sources.hf_directory import hf_config

@@ -6,9 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -166,30 +163,6 @@ def test_the_best_peer_has_as_many_bits():
     assert (better["decode"], better["prefill"]) == (1.75, 1.375) and odd["decode_peer"] == "llama.cpp IQ4_NL"
 
 
-def test_one_setting_counts_in_all_rounds():
-    mine = [{"a": (5, 9), "b": (4, 1)}, {"a": (3, 1), "b": (4, 3)}, {"a": (3, 9), "b": (6, 4), "fails once": (9, 9)}]
-    mine = [{name: dict(zip(measure.RATES, rates)) | {"build": "7"} for name, rates in one.items()} for one in mine]
-    rounds = {"llama.cpp Q4_0": mine, "ik_llama.cpp Q4_0": [{"a": mine[0]["a"]}, {}], "fastpath eager int4": [1, 2, 3]}
-    assert measure.keep_best_settings(rounds) == {
-        "llama.cpp Q4_0": {"settings": dict(zip(measure.RATES, "ba")), "build": "7"}
-    }
-    rates = [tuple(one.values()) for one in rounds.pop("llama.cpp Q4_0")]
-    assert rates == [(4, 9), (4, 1), (6, 9)] and rounds == {"fastpath eager int4": [1, 2, 3]}
-
-
-def test_formats_in_names():
-    names = {
-        "SmolLM2-135M.gguf": "file",
-        "M-1.5B.Q4_K_M.gguf": "Q4_K_M",
-        "m-0.6b-q8_0.gguf": "q8_0",
-        "M.BF16.gguf": "BF16",
-    }
-    names |= {"M-int4-g32": "int4", "M.IQ4_NL.gguf": "IQ4_NL", "X.Q4_K_M-00001-of-00002.gguf": "Q4_K_M"}
-    assert {name: measure.format_of(Path(name)) for name in names} == names
-    bits = {"fastpath eager int8": 8, "transformers bf16": 16, "llama.cpp IQ4_NL": 4, "fastpath compiled file": None}
-    assert {name: measure.weight_bits(name) for name in bits} == bits
-
-
 def test_what_speculation_gains(tiny_model):
     """Every draft sees every prompt once, after a warm-up that does not count, and finds the tokens of plain steps."""
     prompts, drafts = random_prompts([9, 14, 11]), {"lookup": ([RetrievalDraft()], 3)}
@@ -306,54 +279,3 @@ def test_the_load_test(python, tmp_path, checkpoints):
             assert 0 < row["first_token_p50_s"] <= row["first_token_p95_s"]
             assert 0 < row["later_token_p50_s"] <= row["later_token_p95_s"]
     assert sorted(os.listdir(tmp_path)) == ["llama-server", "out.json"]
-
-
-class SometimesRefuses(BaseHTTPRequestHandler):
-    """A server that refuses every third request, and remembers what all asked for."""
-
-    def log_message(self, *_):
-        """Nothing."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)
-        refuses, status, headers = len(self.server.asked) % 3 == 0, 200, {}
-        if refuses:
-            status, headers, data = 429, {"Retry-After": "1"}, json.dumps({"error": {}})
-            self.server.refused.append(body)
-        else:
-            events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}]
-            data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(data))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data.encode())
-
-
-def locust(port):
-    """Run the users of load_test.py for 3 seconds; (method, name) -> what locust counted."""
-    command = [sys.executable, "-m", "locust", "-f", ROOT / "benchmarks" / "load_test.py"]
-    command += ["--host", f"http://127.0.0.1:{port}", "--headless", "-u", 4, "-r", 4, "-t", 3, "-s", 9, "--json"]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return {(row["method"], row["name"]): row for row in json.loads(done.stdout)}
-
-
-@pytest.mark.full
-def test_refusals_are_no_failures():
-    with ThreadingHTTPServer(("127.0.0.1", 0), SometimesRefuses) as server:
-        server.asked, server.refused = [], []
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            rows = locust(server.server_port)
-        finally:
-            server.shutdown()
-    counts = {name: row["num_requests"] for (_, name), row in rows.items()}
-    assert all(row["num_failures"] == 0 for row in rows.values())
-    assert counts["refused"] == len(server.refused)
-    assert counts["/v1/completions"] == len(server.asked) - len(server.refused)
-    assert len(server.refused) <= 4 * 4  # each of 4 users can be refused once a second
-    assert {body.get("top_p") for body in server.asked} == {None, 0.9}
-    lengths = [body["max_tokens"] for body in server.asked]
-    assert min(lengths) >= 2 and max(lengths) <= 200 and len(set(lengths)) > 3

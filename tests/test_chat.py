@@ -357,12 +357,12 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
     lines = [text_of(*range(20, 60)), text_of(61), "/reset", text_of(*range(5, 105)), text_of(62)]
     out, err = run_lines(session, monkeypatch, capsys, *lines)
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
-    remarks = [line for line in err.splitlines() if line]
+    remarks = [line for line in err.splitlines() if line.startswith(("[", "error"))]
     assert remarks[0].endswith("context 100 of 100, full: the answer is cut]")
     refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
     assert remarks[1].startswith(refusal.format(43 + 58 + 1 + 4))
     alone = "error: the context is full: this message alone has 103 tokens, but the context holds 100; shorten it"
-    assert remarks[3] == alone
+    assert remarks[2] == alone
     assert session.messages[0]["content"] == text_of(62), "a message that did not fit is not in the conversation"
 
 

@@ -210,6 +210,14 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
 
+    def _get_values(self, action, arg_strings):
+        if arg_strings == ["--"] and action.option_strings:
+            # The value of --stop=--, which argparse drops in Python 3.12 and older.
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return [value] if action.nargs == "+" else value
+        return super()._get_values(action, arg_strings)
+
 
 def with_underscores(argument: str) -> str:
     """An argument of the command line. In the name of an option, hyphens become underscores."""

@@ -462,6 +462,13 @@ def test_bad_input_is_one_line(tiny, monkeypatch, args, why):
     assert "\n" not in str(caught.value)
 
 
+def test_two_dashes_may_be_the_value_of_an_option():
+    args = program.parse_arguments(["--stop=--", "--prompt=--"])
+    assert args.stop == ["--"] and args.prompt == ["--"]
+    with pytest.raises(UserError, match="--dtype: invalid choice: '--'"):
+        program.parse_arguments(["--dtype=--"])
+
+
 def test_empty_prompt_without_a_bos_token(tiny, tmp_path, monkeypatch):
     shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
     (tmp_path / "x" / "tokenizer_config.json").write_text('{"bos_token_id": null}')

@@ -106,14 +106,9 @@ ENCODED = [name for name, format in FORMATS.items() if format.quantize is not No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_iq4_nl_equals_the_gguf_package_and_is_better_than_its_neighbours(kind):
-    """Hostile blocks as well: every scale, also negative, infinite and NaN, and every nibble."""
+def test_iq4_nl_is_better_than_its_neighbours(kind):
     w = matrix(7, 96, kind, 3).float()
-    blocks = pack(w, "iq4_nl", 32)["blocks"].numpy()
     values = FORMATS["iq4_nl"].unpack(pack(w, "iq4_nl", 32), 32, 96)
-    assert np.array_equal(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ4_NL), values.numpy())
-    with pytest.raises(ValueError, match="too large for float16"):
-        pack(torch.full((1, 32), 1e18), "iq4_nl", 32)
     steps = 127 * 2.0**-24  # of the smallest float16 scale
     assert (values - w).abs().max() <= w.abs().max() * 0.13 + steps  # more than half of the widest gap of the table
     if kind == "normal":
@@ -140,7 +135,7 @@ def test_blocks_of_gguf_files_equal_the_gguf_package(name):
         sane["blocks"][3, 2 * part.count + at + 1] = 0x7B
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e10])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e18])
 def test_what_cannot_be_packed_is_refused(value):
     w = torch.randn(3, 40)
     w[1, 33] = value
@@ -151,7 +146,9 @@ def test_what_cannot_be_packed_is_refused(value):
 
 @pytest.mark.parametrize("format", ENCODED)
 @pytest.mark.parametrize("N, C, groupsize", [(7, 45, 32), (50, 129, 128), (33, 64, 0), (1, 31, 0), (5, 70, 64)])
-def test_layers_are_the_unpacked_matrix(format, N, C, groupsize):
+def test_layers_are_the_unpacked_matrix(monkeypatch, format, N, C, groupsize):
+    """It is unpacked in blocks, here of few rows."""
+    monkeypatch.setattr("formats.UNPACK_BLOCK", 4 * C)
     torch.manual_seed(N)
     w, bias, x = torch.randn(N, C), torch.randn(N), torch.randn(2, 3, C)
     scheme = Scheme(format, groupsize if groupsize in FORMATS[format].groupsizes else 32)
@@ -165,15 +162,6 @@ def test_layers_are_the_unpacked_matrix(format, N, C, groupsize):
     tokens = torch.randint(0, N, (2, 5))
     assert torch.equal(table(tokens), whole[tokens])
     assert torch.allclose(table.logits(x), F.linear(x, whole), atol=1e-5)
-
-
-def test_large_matrices_are_unpacked_in_blocks(monkeypatch):
-    layer = QuantizedLinear(96, 1000, False, Scheme("int4", 32))
-    layer.load_state_dict(pack(torch.randn(1000, 96), "int4", 32))
-    x = torch.randn(4, 96)
-    whole = layer(x)
-    monkeypatch.setattr("formats.UNPACK_BLOCK", 96 * 77)
-    assert torch.allclose(layer(x), whole, atol=1e-5)
 
 
 CASES = [
@@ -265,36 +253,30 @@ def test_a_second_loss_is_named_before_it_begins(capsys, mode):
 def test_bad_sources_are_one_line_and_leave_nothing(tiny, tmp_path):
     source, q = tiny("llama-mqa-linear")[2], Quantization("int4", 32, "int8")
     quantize_checkpoint(source, tmp_path / "q", q)
-    for work, why in (
-        (lambda: quantize_checkpoint(tmp_path / "q", tmp_path / "out", q), "is quantized already"),
-        (
-            lambda: quantize_checkpoint(source, tmp_path / "out", Quantization("int4", 64, "int8")),
-            "64 is more than the",
-        ),
-        (lambda: quantize_checkpoint(tmp_path / "no", tmp_path / "out", q), "has no config.json"),
-        (
-            lambda: quantize_checkpoint(source, source / ".." / source.name, q),
-            "is the checkpoint to be quantized",
-        ),
+    same = source / ".." / source.name
+    for directory, out, quantization, why in (
+        (tmp_path / "q", tmp_path / "out", q, "is quantized already"),
+        (source, tmp_path / "out", Quantization("int4", 64, "int8"), "64 is more than the"),
+        (tmp_path / "no", tmp_path / "out", q, "has no config.json"),
+        (source, same, q, "is the checkpoint to be quantized"),
     ):
         with pytest.raises(UserError, match=why):
-            work()
+            quantize_checkpoint(directory, out, quantization)
     shutil.copytree(source, tmp_path / "bad")
     tensors = load_file(source / "model.safetensors")
-    tensors["blocks.1.mlp.down.weight"][3, 5] = float("nan")
-    save_file(tensors, tmp_path / "bad" / "model.safetensors")
-    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.down\.weight holds NaN or infinity"):
-        quantize_checkpoint(tmp_path / "bad", tmp_path / "out", q)
     down, norm = "blocks.1.mlp.down.weight", "norm.weight"
-    for change, why in (
-        ({down: None}, f"lacks tensor {down}"),
-        ({"more": torch.zeros(3)}, r"holds tensor more \(3,\), which"),
-        ({down: tensors[down].t().contiguous()}, f"{down} is \\("),
-        ({down: tensors[down].long()}, f"{down} is I64, but by its config it should be BF16 or F16 or F32"),
-        ({norm: tensors[norm].double()}, f"{norm} is F64"),
-        ({norm: tensors[norm] * torch.inf}, f"{norm} holds NaN or infinity"),
+    spoiled = tensors[down].clone()
+    spoiled[3, 5] = float("nan")
+    for name, tensor, why in (
+        (down, spoiled, f"{down} holds NaN or infinity"),
+        (down, None, f"lacks tensor {down}"),
+        ("more", torch.zeros(3), r"holds tensor more \(3,\), which"),
+        (down, tensors[down].t().contiguous(), f"{down} is \\("),
+        (down, tensors[down].long(), f"{down} is I64, but by its config it should be BF16 or F16 or F32"),
+        (norm, tensors[norm].double(), f"{norm} is F64"),
+        (norm, tensors[norm] * torch.inf, f"{norm} holds NaN or infinity"),
     ):
-        changed = {name: t for name, t in (load_file(source / "model.safetensors") | change).items() if t is not None}
+        changed = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
         save_file(changed, tmp_path / "bad" / "model.safetensors")
         for mode in ("int4", "int4-gptq"):
             with pytest.raises(UserError, match=why):
@@ -492,10 +474,7 @@ def test_calibration_text_of_a_file(default_checkpoint, tmp_path):
     sequences = quantize.calibration_text(model, tokenizer, path)
     assert {len(ids) for ids in sequences} == {512} and len(sequences) == 32
     assert sequences[-1][-1] in tokenizer.encode(" three three ")
-    for text, why in (("", "has 0 tokens, but at least 2048"), ("too short", "at least 2048 are needed")):
-        path.write_text(text)
+    for text, why in ((b"", "has 0 tokens, but at least 2048 are needed"), (b"\xff\x00", "cannot be read")):
+        path.write_bytes(text)
         with pytest.raises(UserError, match=why):
             quantize.calibration_text(model, tokenizer, path)
-    path.write_bytes(b"\xff\x00")
-    with pytest.raises(UserError, match="cannot be read"):
-        quantize.calibration_text(model, tokenizer, path)

@@ -174,16 +174,9 @@ def test_openai_tools_required(chat, choice):
 
 
 def test_openai_structured(server, openai_client):
-    response = openai_client.chat.completions.parse(
-        model=server.model, messages=ask(FACTS), response_format=City, **SETTINGS
-    )
-    assert is_paris(response.choices[0].message.parsed)
-
-
-def test_openai_structured_streamed(server, openai_client):
-    with openai_client.chat.completions.stream(
-        model=server.model, messages=ask(FACTS), response_format=City, **SETTINGS
-    ) as stream:
+    body = {"model": server.model, "messages": ask(FACTS), "response_format": City, **SETTINGS}
+    assert is_paris(openai_client.chat.completions.parse(**body).choices[0].message.parsed)
+    with openai_client.chat.completions.stream(**body) as stream:
         assert is_paris(stream.get_final_completion().choices[0].message.parsed)
 
 
@@ -244,10 +237,6 @@ def test_openai_responses_tools_streamed(responses):
 def test_openai_responses_structured(responses):
     api, settings = responses
     assert is_paris(api.parse(input=FACTS, text_format=City, **settings).output_parsed)
-
-
-def test_openai_responses_structured_streamed(responses):
-    api, settings = responses
     with api.stream(input=FACTS, text_format=City, **settings) as stream:
         assert is_paris(stream.get_final_response().output_parsed)
 
@@ -321,14 +310,6 @@ def langchain(server):
     return package.ChatOpenAI(base_url=server.url, api_key="unused", model=server.model, max_retries=0, **SETTINGS)
 
 
-def test_langchain_plain(langchain):
-    assert "Paris" in langchain.invoke(QUESTION).content
-
-
-def test_langchain_streamed(langchain):
-    assert "Paris" in "".join(chunk.content for chunk in langchain.stream(QUESTION))
-
-
 def test_langchain_tools(server, langchain):
     from langchain_core.messages import HumanMessage, ToolMessage
 
@@ -370,14 +351,6 @@ def llama_index(server):
     return make
 
 
-def test_llama_index_plain(llama_index):
-    assert "Paris" in llama_index().complete(QUESTION).text
-
-
-def test_llama_index_streamed(llama_index):
-    assert "Paris" in "".join(piece.delta or "" for piece in llama_index().stream_complete(QUESTION))
-
-
 def test_llama_index_tools(llama_index):
     from llama_index.core.tools import FunctionTool
 
@@ -404,18 +377,6 @@ def agent(server):
 
     model = OpenAIChatModel(server.model, provider=OpenAIProvider(base_url=server.url, api_key="unused"))
     return lambda **options: ai.Agent(model, model_settings=SETTINGS, **options)
-
-
-def test_pydantic_ai_plain(agent):
-    assert "Paris" in agent().run_sync(QUESTION).output
-
-
-def test_pydantic_ai_streamed(agent):
-    async def run():
-        async with agent().run_stream(QUESTION) as stream:
-            return "".join([text async for text in stream.stream_text(delta=True)])
-
-    assert "Paris" in asyncio.run(run())
 
 
 def test_pydantic_ai_tools(server, agent):
@@ -462,15 +423,6 @@ def completion(server, monkeypatch):
     return complete
 
 
-def test_litellm_plain(completion):
-    assert "Paris" in completion(QUESTION).choices[0].message.content
-
-
-def test_litellm_streamed(completion):
-    chunks = completion(QUESTION, stream=True)
-    assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-
 def test_litellm_tools(completion):
     (call,) = completion(WEATHER, tools=[TOOL], tool_choice="auto").choices[0].message.tool_calls
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
@@ -494,15 +446,6 @@ def llm_model(server, tmp_path, monkeypatch):
     return llm.get_model("ours")
 
 
-def test_llm_plain(llm_model):
-    assert "Paris" in llm_model.prompt(QUESTION, stream=False, **SETTINGS).text()
-
-
-def test_llm_streamed(llm_model):
-    pieces = list(llm_model.prompt(QUESTION, stream=True, **SETTINGS))
-    assert len(pieces) > 2 and "Paris" in "".join(pieces)
-
-
 def test_llm_tools(server, llm_model):
     results = []
     chain = llm_model.chain(
@@ -516,3 +459,41 @@ def test_llm_tools(server, llm_model):
 
 def test_llm_structured(llm_model):
     assert is_paris(json.loads(llm_model.prompt(FACTS, schema=City, stream=False, **SETTINGS).text()))
+
+
+# ---------------------------------------------------------------- plain answers of the clients that have one way to ask
+
+
+async def pydantic_ai_pieces(agent) -> list[str]:
+    async with agent().run_stream(QUESTION) as stream:
+        return [text async for text in stream.stream_text(delta=True)]
+
+
+PLAIN = {  # fixture: a whole answer, and the pieces of a streamed one
+    "langchain": (
+        lambda model: model.invoke(QUESTION).content,
+        lambda model: [one.content for one in model.stream(QUESTION)],
+    ),
+    "llama_index": (
+        lambda make: make().complete(QUESTION).text,
+        lambda make: [piece.delta or "" for piece in make().stream_complete(QUESTION)],
+    ),
+    "agent": (lambda agent: agent().run_sync(QUESTION).output, lambda agent: asyncio.run(pydantic_ai_pieces(agent))),
+    "completion": (
+        lambda complete: complete(QUESTION).choices[0].message.content,
+        lambda complete: [x.choices[0].delta.content or "" for x in complete(QUESTION, stream=True)],
+    ),
+    "llm_model": (
+        lambda model: model.prompt(QUESTION, stream=False, **SETTINGS).text(),
+        lambda model: list(model.prompt(QUESTION, stream=True, **SETTINGS)),
+    ),
+}
+
+
+@pytest.mark.parametrize("client", PLAIN)
+def test_plain_and_streamed_answers(request, client):
+    whole, pieces = PLAIN[client]
+    made = request.getfixturevalue(client)
+    assert "Paris" in whole(made)
+    streamed = pieces(made)
+    assert len(streamed) > 2 and "Paris" in "".join(streamed)

@@ -313,8 +313,7 @@ def run_gptq(source: Checkpoint, groupsize: int, calibration_file: Path | None) 
     except ValueError as error:
         raise UserError(f"{source.path}: a matrix of the model {error}") from None
     except torch.linalg.LinAlgError:
-        what = "the activations on the calibration text are too large or not finite"
-        raise UserError(f"{source.path}: {what}") from None
+        raise UserError(f"{source.path}: the activations on the calibration text are too large or not finite") from None
 
 
 def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:

@@ -72,8 +72,9 @@ def choose_instruction_set(kernels: str) -> InstructionSet:
     """The best of INSTRUCTION_SETS that this processor has, or with "avx2" the best one in 256 bits.
     Raises UserError with the reason if it has none of them."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        here = f"{platform.machine()} under {sys.platform}"
-        raise UserError(f"the CPU kernels are for x86 processors under Linux, not for {here}")
+        raise UserError(
+            f"the CPU kernels are for x86 processors under Linux, not for {platform.machine()} under {sys.platform}"
+        )
     choices = [one for one in INSTRUCTION_SETS if one.name.startswith(kernels) or kernels == "auto"]
     found = next((one for one in choices if one.needs <= processor_flags()), None)
     if found is None:
@@ -89,8 +90,7 @@ def load_kernels(kernels: str = "auto") -> bool:
     """Build the kernels if no build is cached, and load those of choose_instruction_set(kernels). A
     process has only one set of kernels. If they cannot run, print the reason and return False."""
     if LOADED and not LOADED[0].name.startswith(kernels) and kernels != "auto":
-        loaded = LOADED[0].name
-        raise UserError(f"--kernels {kernels}: this process has loaded those for {loaded} already")
+        raise UserError(f"--kernels {kernels}: this process has loaded those for {LOADED[0].name} already")
     return bool(LOADED) or try_to_load(kernels)
 
 
@@ -108,8 +108,7 @@ def try_to_load(kernels: str) -> bool:
         torch.ops.load_library(library)
     except (OSError, RuntimeError) as error:
         why = str(error).strip().splitlines()[-1]
-        attempt = f"the CPU kernels cannot be built with {compiler} (GCC 11 or clang 14 can)"
-        print_status(f"{attempt}: {why}; {INSTEAD}")
+        print_status(f"the CPU kernels cannot be built with {compiler} (GCC 11 or clang 14 can): {why}; {INSTEAD}")
         return False
 
     functions = ctypes.CDLL(library)
@@ -124,8 +123,7 @@ def try_to_load(kernels: str) -> bool:
 
     if chosen is not AVX512 and kernels == "auto":
         missing = ", ".join(sorted(AVX512.needs - processor_flags()))
-        faster = f"for the faster ones, this processor lacks {missing}"
-        print_status(f"the CPU kernels for {chosen.name} run: {faster}")
+        print_status(f"the CPU kernels for {chosen.name} run: for the faster ones, this processor lacks {missing}")
     return True
 
 
@@ -134,8 +132,7 @@ def find_compiler() -> str:
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     found = next(filter(shutil.which, names), None)
     if found is None:
-        packages = "g++ (Debian, Ubuntu), gcc-c++ (Fedora) or clang"
-        raise UserError(f"no C++ compiler for the CPU kernels: install {packages}")
+        raise UserError("no C++ compiler for the CPU kernels: install g++ (Debian, Ubuntu), gcc-c++ (Fedora) or clang")
     return found
 
 

@@ -158,9 +158,8 @@ class CpuInstaller(Installer):
         if not can_fuse(model.config) or model.shard.ranks > 1:
             return backend
         layers = [layer for block in model.blocks for layer in linears_of(block)]
-        all_fused = all(prefills_fast(layer) for layer in layers)
-        sparse = [block.experts for block in model.blocks if block.experts is not None]
-        all_fused = all_fused and all(experts.max_run_tokens == sys.maxsize for experts in sparse)
+        limits = [block.experts.max_run_tokens for block in model.blocks if block.experts is not None]
+        all_fused = all(map(prefills_fast, layers)) and all(limit == sys.maxsize for limit in limits)
         if model.mtp is not None:
             run = FusedBlocks([model.mtp.block], model.dtype)
             backend = replace(backend, run_draft=run, write_draft_keys=DraftKeys(model.mtp, model.dtype))

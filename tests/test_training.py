@@ -230,7 +230,7 @@ def test_the_written_draft_computes_what_was_trained(tiny, tmp_path, target, wid
     sequences = sequences_of([19, 7, 30])
     tokens = torch.randint(0, config.vocab_size, (56,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        logits = distill.draft_hidden_states(draft, distill.make_batch(tokens, sequences)) @ draft.embedding.weight.T
+        logits = distill.draft_hidden_states(draft, tokens, sequences) @ draft.embedding.weight.T
     model.setup_caches(1, 64)
     whole = [
         model(tokens[None, start:end], torch.arange(end - start)[None], all_logits=True)[0, first_new - 1 - start : -1]
@@ -251,7 +251,7 @@ def test_the_gradients_of_a_draft_are_those_of_transformers(tiny):
     mine = [draft.embedding.weight, draft.norm.weight, *(block.attention.out.weight for block in draft.blocks)]
     for sequences in (sequences_of([19, 7, 30]), [(0, 9, 40), (56, 60, 73)]):
         states = [oracle.model(tokens[None, a:c]).last_hidden_state[0, b - 1 - a : -1] for a, b, c in sequences]
-        x = distill.draft_hidden_states(draft, distill.make_batch(tokens, sequences))
+        x = distill.draft_hidden_states(draft, tokens, sequences)
         weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
         expected = torch.autograd.grad((torch.cat(states) * weights).sum(), theirs)
         for found, gradient in zip(torch.autograd.grad((x * weights).sum(), mine), expected):

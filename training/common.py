@@ -116,11 +116,11 @@ class Trainer:
             state = torch.load(self.state_path, weights_only=True)
             others = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
         except Exception as error:  # torch raises errors of many types for a damaged file
-            reason = f"cannot be read as the state of a training run: {first_line(error)}"
-            raise UserError(f"{self.state_path} {reason}") from None
+            raise UserError(
+                f"{self.state_path} cannot be read as the state of a training run: {first_line(error)}"
+            ) from None
         if others:
-            said = f"{self.state_path} belongs to a run with another {others[0]}"
-            raise UserError(f"{said}; delete it for a new run")
+            raise UserError(f"{self.state_path} belongs to a run with another {others[0]}; delete it for a new run")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])

@@ -11,7 +11,6 @@ tokens that are never trained would drift upwards.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -98,36 +97,22 @@ def new_draft(config: Config, head: Tensor, hidden: Tensor, seed: int) -> Transf
     return draft.requires_grad_()
 
 
-@dataclass
-class TrainingBatch:
-    """B sequences of at most L tokens, with padding on the right.
-
-    The draft learns to predict the tokens after g of these tokens: after the last token of each
+def draft_hidden_states(draft: Transformer, tokens: Tensor, sequences: list[Span]) -> Tensor:
+    """The draft's hidden states (g,D) that predict the next tokens: after the last token of each
     prompt, and after each new token but the last.
+
+    tokens (N,): the text. sequences: a batch of B sequences of at most L tokens.
     """
-
-    tokens: Tensor  # (B,L)
-    input_pos: Tensor  # (B,L)
-    predicting: Tensor  # (B,L) bool: whether a token is one of the g
-    indices: Tensor  # (g,): their positions in the whole text
-
-
-def make_batch(tokens: Tensor, sequences: list[Span]) -> TrainingBatch:
     parts = [tokens[start:end].tolist() for start, _, end in sequences]
-    padded, input_pos = pad_rows(parts, [0] * len(parts))
-    predicting = torch.zeros(padded.shape, dtype=torch.bool)
+    padded, input_pos = pad_rows(parts, [0] * len(parts))  # (B,L), with padding on the right
+    is_predicting = torch.zeros(padded.shape, dtype=torch.bool)
     for row, (start, first_new, end) in enumerate(sequences):
-        predicting[row, first_new - 1 - start : end - 1 - start] = True
-    indices = torch.tensor(new_token_positions(sequences))
-    return TrainingBatch(padded, input_pos, predicting, indices)
+        is_predicting[row, first_new - 1 - start : end - 1 - start] = True
 
-
-def draft_hidden_states(draft: Transformer, batch: TrainingBatch) -> Tensor:
-    """The draft's hidden states (g,D) that predict the next tokens."""
-    draft.setup_caches(*batch.tokens.shape)  # the caches of the last batch are part of its graph
+    draft.setup_caches(*padded.shape)  # the caches of the last batch are part of its graph
     with without_kernels():
-        x = draft.hidden(batch.tokens, batch.input_pos)  # (B,L,D)
-    return x[batch.predicting]
+        x = draft.hidden(padded, input_pos)  # (B,L,D)
+    return x[is_predicting]
 
 
 # ---------------------------------------------------------------- training
@@ -168,17 +153,16 @@ class Distillation:
         return torch.cat([self.frequent, others]), bias
 
     def loss(self, step: int) -> Tensor:
-        batch = make_batch(self.text.tokens, self.batches[step])
         ids, bias = self.sample_vocabulary(step)
-        x, hidden = self.hidden_states(batch)
+        x, hidden = self.hidden_states(self.batches[step])
         matrix = F.embedding(ids, self.draft.embedding.weight)
         return kl_divergence(x, matrix, hidden, self.head[ids], bias)
 
-    def hidden_states(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """The hidden states of draft (g,D) and target (g,D') that predict the next tokens."""
+    def hidden_states(self, sequences: list[Span]) -> tuple[Tensor, Tensor]:
+        """The hidden states of draft (g,D) and target (g,D') that predict the next tokens of a batch."""
         with torch.autocast("cpu", torch.bfloat16):
-            x = draft_hidden_states(self.draft, batch)
-        return x, self.text.hidden_states(batch.indices)
+            x = draft_hidden_states(self.draft, self.text.tokens, sequences)
+        return x, self.text.hidden_states(torch.tensor(new_token_positions(sequences)))
 
     @torch.no_grad()
     def report(self, sequences: list[Span] | None = None) -> str:
@@ -195,7 +179,7 @@ class Distillation:
         agreed = 0
         n = 0
         for sequence in sequences:
-            x, hidden = self.hidden_states(make_batch(self.text.tokens, [sequence]))
+            x, hidden = self.hidden_states([sequence])
             p_draft = (x.to(torch.bfloat16) @ matrix.t()).float().softmax(-1)
             p_target = (hidden.to(torch.bfloat16) @ head.t()).float().softmax(-1)  # (g,V)
             agreed += (p_draft.argmax(-1) == p_target.argmax(-1)).sum().item()
@@ -229,8 +213,7 @@ def main():
     source = checkpoint.path.resolve()
     out = args.out or source.with_name(f"{checkpoint.name}-draft")
     if (out.exists() and not is_replaceable(out)) or not out.parent.is_dir():
-        wanted = "a new directory, or a checkpoint to replace, in an existing directory"
-        raise UserError(f"--out {out} should be {wanted}")
+        raise UserError(f"--out {out} should be a new directory, or a checkpoint to replace, in an existing directory")
     target = load_model(checkpoint)
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
@@ -254,8 +237,7 @@ def main():
     write_draft(draft, checkpoint.tokenizer_files, out)
     state_path.unlink(missing_ok=True)
     print_status(f"to quantize it: python quantize.py --mode int8 --checkpoint_path {out}")
-    options = f"--checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32"
-    print_status(f"to use it: python generate.py {options}")
+    print_status(f"to use it: python generate.py --checkpoint_path {source} --draft_checkpoint_path {out}-int8-g32")
     print(out)
 
 

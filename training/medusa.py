@@ -136,8 +136,7 @@ def main():
     args = parser.parse_args()
     out = args.out
     if out.suffix != ".safetensors" or out.is_dir() or not out.parent.is_dir():
-        wanted = "a file in an existing directory, and end in .safetensors"
-        raise UserError(f"--out {out} should be {wanted}")
+        raise UserError(f"--out {out} should be a file in an existing directory, and end in .safetensors")
 
     checkpoint = open_checkpoint(args.checkpoint_path)
     model = load_model(checkpoint)
@@ -159,8 +158,7 @@ def main():
     save_heads(out, file, model, checkpoint.name)
     state_path.unlink(missing_ok=True)
     print_status(f"{out} holds {args.heads} heads, {out.stat().st_size / 1e6:.2f} MB")
-    options = f"--checkpoint_path {checkpoint.path} --draft medusa:{out}"
-    print_status(f"to use it: python generate.py {options}")
+    print_status(f"to use it: python generate.py --checkpoint_path {checkpoint.path} --draft medusa:{out}")
 
 
 if __name__ == "__main__":

@@ -100,8 +100,7 @@ class Prompts:
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         if checkpoint.tokenizer_files.template is None:
-            reason = "training text needs a model that answers"
-            raise UserError(f"{checkpoint.path} has no chat template, and {reason}")
+            raise UserError(f"{checkpoint.path} has no chat template, and training text needs a model that answers")
         self.template = ChatTemplate(checkpoint.tokenizer_files, self.tokenizer)
         self.stop_ids = frozenset(self.template.end_ids().union(self.tokenizer.eos_ids))
         marker = "\x01"
@@ -207,8 +206,7 @@ class SampleFile:
         self.tokens = sum(len(sample["new"]) for sample in self.samples)
         size = 2 * model.config.dim * self.tokens  # bytes
         if self.hidden.tell() < size:
-            reason = f"{hidden} is too short for {path}, or {path} was written by another model"
-            raise UserError(f"{reason}; remove both")
+            raise UserError(f"{hidden} is too short for {path}, or {path} was written by another model; remove both")
         self.lines.truncate(path.read_bytes().rfind(b"\n") + 1)
         self.hidden.truncate(size)
 
@@ -279,8 +277,7 @@ def main():
     engine = Engine(load_model(checkpoint), args.batch_size, length, functions)
     write_samples(engine, steps, prompts, args.out, args.tokens)
     print_status(f"{args.out} holds at least {args.tokens:,} tokens")
-    options = f"--checkpoint_path {checkpoint.path} --text {args.out}"
-    print_status(f"next: python training/medusa.py {options}")
+    print_status(f"next: python training/medusa.py --checkpoint_path {checkpoint.path} --text {args.out}")
 
 
 if __name__ == "__main__":

@@ -75,14 +75,12 @@ def read_teacher_text(text: Path, model: Transformer, limit: int | None = None) 
         row += [-1] * (len(prompt) - 1) + list(range(n, n + len(new))) + [-1]
         n += len(new)
     if len(sequences) < 2:
-        count = len(sequences)
-        raise UserError(f"{text} holds {count} samples; make more with training/self_text.py")
+        raise UserError(f"{text} holds {len(sequences)} samples; make more with training/self_text.py")
 
     path = hidden_path(text, model)
     D = model.config.dim
     if not path.exists() or path.stat().st_size < 2 * D * n:
-        reason = f"{text} was written by another model, or must be made again"
-        raise UserError(f"{path} is missing or too short: {reason}")
+        raise UserError(f"{path} is missing or too short: {text} was written by another model, or must be made again")
     hidden = torch.from_file(str(path), size=n * D, dtype=torch.bfloat16).view(n, D)
     return TeacherText(torch.tensor(tokens), sequences, hidden, torch.tensor(row))
 

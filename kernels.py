@@ -114,10 +114,6 @@ class FixedThreads:
         pass
 
 
-def zeros_on(nbytes, device):
-    return partial(torch.zeros, device=device)
-
-
 @dataclass(frozen=True)
 class Backend:
     """What a model and the engine may rely on, as an Installer returns it.
@@ -140,7 +136,7 @@ class Backend:
     # False, the K/V of a prompt may differ in the last bits when it is read in other chunks.
     chunk_invariant: bool = False
     # zeros(nbytes, device) returns a function like torch.zeros, for KV caches of nbytes bytes.
-    zeros: Callable = zeros_on
+    zeros: Callable = lambda nbytes, device: partial(torch.zeros, device=device)
     # make_threads(fixed) returns what sets the number of threads of an engine's steps.
     make_threads: Callable = FixedThreads
 

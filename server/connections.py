@@ -6,6 +6,7 @@ who may use the server.
 """
 
 import asyncio
+import re
 import resource
 import sys
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,6 +35,9 @@ READ_BYTES = 1 << 13
 # while the client sends, the client might lose the response.
 LINGER_S = 2
 RESERVED_FILES = 40  # file descriptors that are not for connections
+
+# A target that begins with a scheme and a host, without a user name.
+ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#@]+)(|[/?#].*)", re.IGNORECASE)
 
 
 class HttpServer(uvicorn.Server):
@@ -64,7 +68,8 @@ class HttpServer(uvicorn.Server):
 
 
 class RequestParser(h11.Connection):
-    """h11's parser, which here also refuses ambiguous lengths, and heads that are too long."""
+    """h11's parser, which here also refuses ambiguous lengths and heads that are too long, and accepts
+    targets that begin with a scheme and a host, as every server must (RFC 9112, section 3.2.2)."""
 
     def next_event(self):
         bytes_before = len(self.trailing_data[0])
@@ -80,7 +85,18 @@ class RequestParser(h11.Connection):
         # can hold another one (request smuggling).
         if b"content-length" in fields and b"transfer-encoding" in fields:
             raise h11.RemoteProtocolError("a request has either Content-Length or Transfer-Encoding, not both")
-        return event
+
+        absolute = ABSOLUTE_TARGET.fullmatch(event.target)
+        if absolute is None:
+            return event
+        # The host of the target replaces Host, so SameSite checks the right one.
+        headers = [(name, value) for name, value in event.headers if name != b"host"]
+        return h11.Request(
+            method=event.method,
+            target=b"/" + absolute[2].removeprefix(b"/"),
+            headers=[(b"host", absolute[1]), *headers],
+            http_version=event.http_version,
+        )
 
 
 class HttpConnection(H11Protocol):

@@ -37,6 +37,7 @@ class Destination:
     shape: torch.Size  # the shape that the tensor of the file must have
     # The function that changes the tensor while it is read, or None.
     fold: Callable[[Config, torch.Tensor], torch.Tensor] | None
+    is_transposed: bool = False  # a tensor (X,C,N) with the matrices of all experts
 
 
 def destinations(config: Config, layout: Layout, found: dict[str, tuple]) -> dict[str, Destination]:
@@ -82,7 +83,11 @@ def expert_destinations(target: str, config: Config, layout: Layout, found: dict
 
     fused = {module: prefix + name for module, name in layout.fused_experts.items()}
     if ours in fused and any(name in found for name in fused.values()):
-        return {fused[ours]: Destination(target, torch.Size([X, N, C]), None)}
+        # If one of the two shapes is the same transposed, the other one is not.
+        transposed = {module: (X, *reversed(shape)) for module, shape in shapes.items()}
+        is_transposed = all(found.get(fused.get(module)) == shape for module, shape in transposed.items())
+        shape = transposed[ours] if is_transposed else (X, N, C)
+        return {fused[ours]: Destination(target, torch.Size(shape), None, is_transposed)}
 
     names = [f"{prefix}{name}.weight" for name in layout.names[ours]]
     N = N // len(names)
@@ -203,6 +208,8 @@ class AssembledWeights:
         if kind in ("weight", "bias"):
             check_dense(tensor, f"{self.path}: {name}")
             tensor = tensor.view(place.shape)
+            if place.is_transposed:
+                tensor = tensor.transpose(1, 2)
             if tensor.dim() == 3:
                 tensor = tensor.flatten(0, 1)
         return tensor if place.fold is None else place.fold(self.config, tensor)

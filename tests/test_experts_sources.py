@@ -150,7 +150,7 @@ def test_other_families_are_refused_by_name(tmp_path, kind):
 # ---------------------------------------------------------------- Hugging Face tensors
 
 
-def fused(state):
+def fused(state, transposed=False):
     """The tensors of a directory, with those of all experts of a layer in two tensors."""
     state = dict(state)
     parts = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
@@ -160,22 +160,24 @@ def fused(state):
         for target, kinds in parts.items():
             kinds = [kind for kind in kinds if f"0.{kind}.weight" in own]
             experts = [torch.cat([state.pop(own[f"{e}.{kind}.weight"]) for kind in kinds]) for e in range(X)]
-            state[f"{stem}experts.{target}"] = torch.stack(experts)
+            stack = torch.stack(experts)
+            state[f"{stem}experts.{target}"] = (stack.transpose(1, 2) if transposed else stack).contiguous()
     return state
 
 
+@pytest.mark.parametrize("D, F", [(20, 14), (20, 10), (14, 14)], ids=["different", "D = 2F", "D = F"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_of_all_experts(tmp_path, family):
-    """In both layers, and with one of the two as it was."""
-    save_random(config_of(family), tmp_path, seed=1)
+def test_tensors_of_all_experts(tmp_path, family, D, F):
+    """Both ways round, and with one of the two layers as it was."""
+    save_random(config_of(family, D, F), tmp_path, seed=1)
     path = tmp_path / "model.safetensors"
     state = load_file(path)
     expected = read_directory(tmp_path)
-    stacked = fused(state)
-    assert not stacked.keys() >= state.keys()
-    first = {name: tensor for name, tensor in stacked.items() if "layers.0." in name}
+    one, other = fused(state), fused(state, transposed=True)
+    assert one.keys() == other.keys() and not one.keys() >= state.keys()
+    first = {name: tensor for name, tensor in other.items() if "layers.0." in name}
     second = {name: tensor for name, tensor in state.items() if "layers.0." not in name}
-    for stored in (stacked, first | second):
+    for stored in (one, other, first | second):
         save_file(stored, path)
         assert_same(read_directory(tmp_path), expected)
 

@@ -96,6 +96,10 @@ def request(method=b"POST", path=b"/v1/completions", head=b"", body=None, length
     return b"%b %b HTTP/1.1\r\n%b%bContent-Length: %b\r\n\r\n%b" % (method, path, host, head, length, body)
 
 
+def absolute(target: bytes, head=HOST) -> bytes:
+    return b"GET %b HTTP/1.1\r\n%b\r\n" % (target, head)
+
+
 def chunked(body: bytes, method=b"POST", path=b"/v1/completions") -> bytes:
     return b"%b %b HTTP/1.1\r\n%bTransfer-Encoding: chunked\r\n\r\n%b" % (method, path, HOST, body)
 
@@ -329,7 +333,13 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(head=b"Transfer-Encoding: chunked\r\n", body=chunks(BODY, 9)), LAST], [400]),
     ([request(head=b"Transfer-Encoding: chunked\r\n", length=b"5", body=b"0\r\n\r\n" + HEALTH)], [400]),
     ([HEALTH + chunked(b"0\r\n\r\n").replace(HOST, HOST + b"Content-Length: 5\r\n") + LAST], [200, 400]),
-    ([request(path=b"http://localhost:80/v1/completions") + LAST], [404, 200]),  # as for a proxy
+    # Absolute targets, whose host replaces Host (so that it is checked)
+    ([request(path=b"http://localhost:80/v1/completions"), LAST], [200, 200]),
+    ([absolute(b"HTTP://[::1]:5/v1/models?a=b/c") + LAST], [200, 200]),
+    ([absolute(b"https://127.0.0.1?a=b") + absolute(b"http://localhost/nowhere") + LAST], [200, 404, 200]),
+    ([absolute(b"http://evil.example/v1/models") + LAST], [403, 200]),
+    ([absolute(b"http://localhost/version", b"Host: evil.example\r\n") + LAST], [200, 200]),
+    ([absolute(b"http://localhost/version", b"")], [400]),
     ([request(head=b"Transfer-Encoding: gzip, chunked\r\n")], [501]),
     ([request(body=b" " * (MAX_BODY_BYTES + 1)), LAST], [413, 200]),
     ([request(body=b" " * MAX_BODY_BYTES), LAST], [400, 200]),

@@ -1,6 +1,7 @@
 """Grammars: the tokens that they allow, answers that fit them, and neighbours and drafts that change nothing."""
 
 import json
+import random
 import re
 from types import SimpleNamespace
 
@@ -307,3 +308,23 @@ def test_generate_writes_json_that_fits(checkpoints, tmp_path, capsys, monkeypat
         schema.write_text(text)
         with pytest.raises(UserError, match=why):
             main(capsys, monkeypatch, "--checkpoint_path", checkpoints[None], *options)
+
+
+@pytest.mark.slow
+def test_masks_are_exact(compiler, default_tokenizer):
+    """A token is allowed if its bytes continue the text to a beginning of some text that fits, and only then. But where
+    the next byte is certain, the library allows only the tokens that the tokenizer would choose."""
+    grammar = compiler.compile(regex_source("[0-9]{3}-ab"))
+    begins = re.compile(rb"[0-9]{0,3}|[0-9]{3}-|[0-9]{3}-a|[0-9]{3}-ab")
+    vocabulary, text = default_tokenizer.vocabulary, b""
+    for _ in range(6):
+        after = {i: text + vocabulary.token_bytes(i) for i in range(49152) if vocabulary.token_bytes(i)}
+        expected = {i for i, data in after.items() if begins.fullmatch(data)}
+        certain = len({after[i][len(text)] for i in expected}) == 1
+        assert allowed(grammar)[0] == expected or (certain and allowed(grammar)[0] < expected)
+        expected = allowed(grammar)[0]
+        token = random.Random(len(text)).choice(sorted(expected))
+        text = after[token]
+        if grammar.accept(token):
+            break
+    assert re.fullmatch(rb"[0-9]{3}-ab", text)

@@ -681,3 +681,28 @@ def test_a_name_and_proposals_make_a_draft(tiny_model, is_free, automatic, monke
     found = results(Engine(model, 3, LENGTH, decoding=speculation), requests)
     assert found == results(Engine(model, 1, LENGTH), requests)
     assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
+
+
+@pytest.mark.slow
+def test_each_draft_is_reported(tiny, capsys, monkeypatch):
+    """By the name that the user gave it, also if it never proposed."""
+    ours = tiny("qwen3-gqa")[2]
+    args = ["--checkpoint_path", ours, "--prompt_ids", "5,6,7,8,5,6,7,8", "--max_new_tokens", 30, "--dtype", "float32"]
+    args += ["--json", "--report", "--temperature", 0, "--draft", "prompt-lookup"]
+    for more, name in ((["--draft", "int4-self"], "int4-self"), (["--draft_checkpoint_path", ours], ours.name)):
+        for k in (4, "auto"):
+            result, err = main(capsys, monkeypatch, *args, *more, "--speculate_k", k)
+            about = result["speculation"]
+            lookup, model = about["drafts"]
+            assert (lookup["name"], model["name"]) == ("prompt-lookup", name)
+            assert lookup["steps"] + model["steps"] == about["steps"]
+            assert 0 < lookup["share_of_time"] + model["share_of_time"] <= about["share_of_time"]["draft"]
+            assert f"\n{name}: {model['accepted_tokens']} of {model['proposed_tokens']} proposed " in err
+            for draft in (lookup, model):
+                assert 0 <= draft["accepted_tokens"] <= draft["proposed_tokens"] and draft["share_of_time"] >= 0
+            assert k == "auto" or (model["steps"] > 0 and model["accepted_tokens"] > 0)
+    result, err = main(capsys, monkeypatch, *args)
+    [lookup] = result["speculation"]["drafts"]
+    assert lookup["steps"] == result["speculation"]["steps"] and "\nprompt-lookup: " in err
+    texts = ["medusa:lookup", "lookup:/books/a.txt", "prompt-lookup", "lookup:b.txt", "int4-self"]
+    assert lookup_name([DraftOption.parse(text) for text in texts]) == "lookup:a.txt+prompt-lookup+lookup:b.txt"

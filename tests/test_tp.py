@@ -482,3 +482,46 @@ def test_a_prompt_from_standard_input(default_checkpoint):
     assert json.loads(out)["samples"][0]["prompt_tokens"] > 500
     code, _, err = finish(torchrun(3, *args, stdin=subprocess.DEVNULL, **PIPES))
     assert code != 0 and ours(err) == ["generate.py: error: --prompt - is empty"]
+
+
+@pytest.mark.parametrize("mode, tied", [(None, True), ("int8", False), ("int4", True)])
+def test_a_rank_has_its_share_of_the_bytes(mode, tied):
+    """A rank of the default model has 1/ranks of the weights within 2 %, and a decode step reads all of them."""
+    sizes = {"n_layer": 30, "n_head": 9, "n_kv_head": 3, "head_dim": 64, "dim": 576, "hidden_dim": 1536}
+    config = Config(tied_embeddings=tied, vocab_size=49152, max_seq_length=8192, **sizes)
+    quantization = mode and Quantization(mode, 32, "int8")
+
+    def size(model):
+        return sum(t.nbytes for t in model.state_dict().values())
+
+    whole = size(empty_model(config, quantization))
+    for rank in range(3):
+        shard = Shard(rank, 3).fit(empty_model(config, quantization))
+        model = empty_model(config, quantization, shard)
+        slices = shard.slices(empty_model(config, quantization))
+        assert size(model) == pytest.approx(whole / 3, rel=0.02)
+        assert slices.keys() == model.state_dict().keys() and model.config is config, (
+            "the caller's Config does not change"
+        )
+
+
+@pytest.mark.full
+def test_peak_memory_of_loading_a_rank_s_part(default_checkpoint):
+    """The peak is the rank's part plus one tensor (the mapped pages of the largest, the embedding)."""
+    script = """if True:
+        import sys, torch
+        from pathlib import Path
+        from checkpoint import empty_model, read_config
+        from load import load_model
+        from report import peak_memory
+        from tp import Shard
+        directory = Path(sys.argv[1])
+        empty_model(read_config(directory))  # torch imports 150 MB for the first one
+        before = peak_memory(torch.device("cpu"))
+        model = load_model(directory, kernels="torch", shard=Shard(1, 3))
+        own = sum(t.nbytes for t in model.state_dict().values())
+        print(peak_memory(torch.device("cpu")) - before, own, 49152 * 576 * 2)"""
+    command = [sys.executable, "-c", script, str(default_checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    used, own, largest = map(int, done.stdout.split())
+    assert used < own + largest, (used, own, largest)

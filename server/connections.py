@@ -200,6 +200,8 @@ async def collect_body(request: HttpRequest, data: bytearray, limits: BodyLimits
     size = 0
     too_long = ApiError(f"the body has more than {limits.max_bytes} bytes", 413, code="request_too_large")
     most = 10 * limits.max_bytes  # that are read, because many clients read the response only when they have sent all
+    if "expect" in request.headers:  # the client waits for permission to send
+        most = limits.max_bytes
     if int(request.headers.get("content-length", 0)) > most:
         raise too_long
     async for part in request.stream():

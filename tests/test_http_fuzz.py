@@ -350,6 +350,7 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([request(length=b"9" * 20, head=CLOSE)], [413]), ([request(length=b"00099999999", head=CLOSE)], [413]),
     ([request(length=b"%d" % (10 * MAX_BODY_BYTES + 1), path=b"/tokenize", head=CLOSE)], [413]),
     ([request(length=b"99999999", body=b"", head=CLOSE + b"Expect: 100-continue\r\n")], [413]),
+    ([request(length=b"%d" % (MAX_BODY_BYTES + 1), body=b"", head=CLOSE + b"Expect: 100-continue\r\n")], [413]),
     ([request(length=b"+5")], [400]), ([request(length=b"1_0")], [400]), ([request(length=b"")], [400]),
     ([request(length=b"99999999\r\nContent-Length: 3")], [400]), ([request(length=b"99999999, 3")], [400]),
     ([b"GET /health HTTP/1.1\r\n" + HOST + b"".join(b"X-%d: y\r\n" % i for i in range(5000)) + b"\r\n"], [431]),

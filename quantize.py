@@ -196,7 +196,8 @@ def pack_expert(stack: ExpertStack, e: int, x: Tensor, groupsize: int) -> dict[s
 def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
     """Run a block on n sequences one after the other, because the cache has one row. Returns its
     outputs (n,S,D)."""
-    return torch.cat([block(states[None], rope, input_pos, None) for states in x])
+    rows = torch.zeros(1, dtype=torch.int64)
+    return torch.cat([block(states[None], rope, input_pos, rows) for states in x])
 
 
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:

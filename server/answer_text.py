@@ -77,6 +77,8 @@ class AnswerText:
         self.add_text(self.stream.add(ids))
 
     def add_text(self, text: str):
+        if not text:  # as of a token in the middle of a character
+            return
         self.text += text
         if self.parser is not None:
             self.events += self.parser.add(text)

@@ -25,29 +25,17 @@ DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
 FAMILIES = {  # file: BOS token, EOS token, the token that ends a turn
     "command-r-plus": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
-    "deepseek-coder": (DEEPSEEK[0], "<|EOT|>", "<|EOT|>"),
-    "deepseek-r1-distill": (*DEEPSEEK, DEEPSEEK[1]),
-    "gemma-2": ("<bos>", "<eos>", "<end_of_turn>"),
-    "gemma-3": ("<bos>", "<eos>", "<end_of_turn>"),
-    "granite-3.1": ("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
-    "granite-3.3": ("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
-    "llama-3.1": ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
-    "llama-3.2": ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
-    "mistral-7b": ("<s>", "</s>", "</s>"),
-    "mistral-nemo": ("<s>", "</s>", "</s>"),
-    "olmo-2": ("<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
-    "olmo-3-think": (None, "<|endoftext|>", "<|im_end|>"),
-    "olmo-3.1": (None, "<|endoftext|>", "<|im_end|>"),
-    "openhermes-2.5": ("<s>", "<|im_end|>", "<|im_end|>"),
-    "phi-3-mini": ("<s>", "<|endoftext|>", "<|end|>"),
-    "phi-3.5": ("<s>", "<|endoftext|>", "<|end|>"),
+    "deepseek-coder": (DEEPSEEK[0], "<|EOT|>", "<|EOT|>"), "deepseek-r1-distill": (*DEEPSEEK, DEEPSEEK[1]),
+    **dict.fromkeys(("gemma-2", "gemma-3"), ("<bos>", "<eos>", "<end_of_turn>")),
+    **dict.fromkeys(("granite-3.1", "granite-3.3"), ("<|end_of_text|>",) * 3),
+    **dict.fromkeys(("llama-3.1", "llama-3.2"), ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>")),
+    **dict.fromkeys(("mistral-7b", "mistral-nemo", "vigogne-2"), ("<s>", "</s>", "</s>")),
+    "olmo-2": ("<|endoftext|>",) * 3, "openhermes-2.5": ("<s>", "<|im_end|>", "<|im_end|>"),
+    **dict.fromkeys(("olmo-3-think", "olmo-3.1", "qwen3"), (None, "<|endoftext|>", "<|im_end|>")),
+    **dict.fromkeys(("phi-3-mini", "phi-3.5"), ("<s>", "<|endoftext|>", "<|end|>")),
     "phi-4-mini": ("<|endoftext|>", "<|endoftext|>", "<|end|>"),
-    "qwen2.5": (None, "<|im_end|>", "<|im_end|>"),
-    "qwen3": (None, "<|endoftext|>", "<|im_end|>"),
-    "qwen3-coder": (None, "<|im_end|>", "<|im_end|>"),
-    "qwen3.5": (None, "<|im_end|>", "<|im_end|>"),
-    "vigogne-2": ("<s>", "</s>", "</s>"),
-}
+    **dict.fromkeys(("qwen2.5", "qwen3-coder", "qwen3.5"), (None, "<|im_end|>", "<|im_end|>")),
+}  # fmt: skip
 SPECIAL = re.compile(r"<\|/?\w+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>")
 
 
@@ -96,8 +84,8 @@ def family(library, name, folder):
     config = {"bos_token": bos, "eos_token": eos, "add_bos_token": bos is not None}
     config |= {"bos_token_id": bos and words.token_to_id(bos), "eos_token_ids": [words.token_to_id(eos)]}
     if bos:
-        one = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, config["bos_token_id"])])
-        words.post_processor = one
+        places = [(bos, config["bos_token_id"])]
+        words.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=places)
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
@@ -164,12 +152,6 @@ CALLS = [
 ASKED = talk("What is the weather in Köln?")
 TOOL_RESULT = {"role": "tool", "name": "weather", "content": '{"sky": "blue & <clear>", "°C": 21}'}
 CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": CALLS}, TOOL_RESULT]
-OWN_FIELDS = [  # in which the templates of Phi-4-mini and OLMo 3 expect tools
-    {"role": "system", "content": "Be brief.", "tools": json.dumps(TOOLS), "functions": json.dumps(TOOLS)},
-    {"role": "user", "content": "Hi", "functions": json.dumps(TOOLS[:1])},
-    {"role": "assistant", "content": "", "function_calls": "weather(place='Köln')"},
-    {"role": "environment", "content": "21"},
-]
 WITH_TOOLS = ["gemma-3", "granite-3.1", "granite-3.3", "olmo-2", "olmo-3-think", "olmo-3.1", "phi-3-mini", "phi-4-mini"]
 WITH_TOOLS += ["qwen3-coder", "qwen3.5"]
 
@@ -179,21 +161,17 @@ WITH_TOOLS += ["qwen3-coder", "qwen3.5"]
 def test_tools_and_thinking_equal_transformers(library, name, tmp_path):
     ours, oracle = family(library, name, tmp_path)
     answered = [*CALLED, {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "Thanks"}]
-    documents = [{"doc_id": 3, "title": "Köln", "text": "It rains."}]
     day = None
     while day != datetime.date.today():
         day, texts = datetime.date.today(), []
         for tools in (None, [], TOOLS):
             for messages in (ASKED, talk("Hi", system="Be kind."), CALLED, answered):
                 texts.append(equal_to_transformers(ours, oracle, messages, tools))
-        equal_to_transformers(ours, oracle, OWN_FIELDS)
-        equal_to_transformers(ours, oracle, OWN_FIELDS[:2], TOOLS)
+        equal_to_transformers(ours, oracle, [{"role": "user", "content": "Hi", "functions": json.dumps(TOOLS)}])
         thinking = [equal_to_transformers(ours, oracle, ASKED, thinking=value) for value in (True, False)]
-        controlled = equal_to_transformers(ours, oracle, ASKED, controls={"length": "long"}, documents=documents)
+        controlled = equal_to_transformers(ours, oracle, ASKED, controls={"length": "long"})
     offered = texts[8]
-    assert ('The \\"weather' in offered) == (name in ("granite-3.1", "granite-3.3", "olmo-3.1", "qwen3.5")), (
-        "only these have tools"
-    )
+    assert ('The \\"weather' in offered) == (name in ("granite-3.1", "granite-3.3", "olmo-3.1", "qwen3.5"))
     assert (thinking[0] != thinking[1]) == (name == "granite-3.3")
     assert ('"length": "long"' in controlled) == name.startswith("granite")
 
@@ -215,13 +193,9 @@ def test_no_end_ids_where_no_special_token_follows_an_answer(write, source):
 
 
 def test_a_directory_without_a_template_or_with_an_unreadable_one(default_tokenizer, tmp_path):
-    path = tmp_path / "chat_template.jinja"
     assert "has no chat template" in refusal(ChatTemplate, tmp_path, default_tokenizer)
-    path.write_bytes(b"{{ bos_token }}\xff")
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ bos_token }}\xff")
     assert "chat_template.jinja cannot be read: 'utf-8' codec" in refusal(ChatTemplate, tmp_path, default_tokenizer)
-    path.unlink()
-    path.mkdir()
-    assert "has no chat template" in refusal(ChatTemplate, tmp_path, default_tokenizer)
 
 
 LANGUAGE = """  {% set x = namespace({'a': 1}, b=2) %}
@@ -241,19 +215,15 @@ def test_the_template_language_is_that_of_transformers(write, default_oracle):
 NOTHING = "writes no text for this conversation"  # what the sandbox refuses is undefined, which renders as ""
 BROKEN = {  # name: (the template, what the error says)
     "class": ("{{ ''.__class__ }}", NOTHING),
-    "class by index": ("{{ ''['__class__']['__base__'] }}", "'__class__' .* unsafe"),
     "format": ("{{ '{0.__class__}'.format(messages) }}", NOTHING),
     "lipsum": ("{{ lipsum.__globals__['os'].popen('touch FILE').read() }}", "'__globals__' .* unsafe"),
-    "our functions": ("{{ raise_exception.__globals__.json }}", "'__globals__' .* unsafe"),
     "append": ("{{ messages.append(1) }}", "'append' .* unsafe"),
     "import": ("{% import 'os' as os %}{{ os.system('touch FILE') }}", "no loader"),
     "range": ("{{ range(10 ** 9) | list }}", "Range too big"),
     "out of memory": ("{{ 'x' | center(10 ** 17) }}", "MemoryError"),
     "macros": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-    "parentheses": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "maximum recursion depth exceeded"),
     "control characters": (r"{{ raise_exception('a\nb\r\n\tc\u2028d\x1b[2J\ud800') }}", r"fails: a b c d\[2J$"),
     "many words": ("{{ raise_exception('word ' * 10 ** 6) }}", "fails: (word ){80,100}"),
-    "no words": ("{{ raise_exception('') }}", "fails: TemplateError"),
     "syntax": ("{% if %}", "Expected an expression"),
     "empty": ("", NOTHING),
 }  # fmt: skip

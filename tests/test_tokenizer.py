@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 
 import pytest
 import transformers
@@ -31,7 +30,10 @@ def write_tokenizer_config(folder, **config):
 
 
 def test_tokenizer_json_with_a_bos_token(byte_level, tmp_path):
+    """Settings of a converted directory count, also of one that an older version wrote."""
     (tmp_path / "tokenizer.json").write_bytes((byte_level / "tokenizer.json").read_bytes())
+    write_tokenizer_config(tmp_path, bos_token_id=0, add_bos_token=False)
+    assert Tokenizer(tmp_path).encode("x")[0] != 0
     write_tokenizer_config(tmp_path, bos_token_id=0, add_bos_token=True)
     ours = Tokenizer(tmp_path)
     oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(byte_level / "tokenizer.json"))
@@ -40,38 +42,21 @@ def test_tokenizer_json_with_a_bos_token(byte_level, tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_tokenizer_model_equals_sentencepiece_and_transformers(sentencepiece_folder, tmp_path, legacy):
-    """The library is the oracle for text without special tokens. For text with them it is transformers, unless the text
-    begins with a space, where transformers 5 leaves out the space that sentencepiece adds."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for folder in (ours, theirs):
-        folder.mkdir()
-        (folder / "tokenizer.model").write_bytes((sentencepiece_folder / "tokenizer.model").read_bytes())
-    write_tokenizer_config(ours, bos_token_id=1, add_bos_token=True, legacy=legacy, special_tokens={"<unk>": 0})
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
-    (theirs / "tokenizer_config.json").write_text(json.dumps(names | {"legacy": legacy, "add_bos_token": True}))
-    (theirs / "config.json").write_text('{"model_type": "llama"}')
-    tokenizer, oracle = Tokenizer(ours), transformers.AutoTokenizer.from_pretrained(str(theirs))
+def test_tokenizer_model_equals_sentencepiece(sentencepiece_folder, tmp_path, legacy):
+    """For text without special tokens. (test_added_tokens.py has text with them.)"""
+    (tmp_path / "tokenizer.model").write_bytes((sentencepiece_folder / "tokenizer.model").read_bytes())
+    write_tokenizer_config(tmp_path, bos_token_id=1, add_bos_token=True, legacy=legacy, special_tokens={"<unk>": 0})
+    tokenizer = Tokenizer(tmp_path)
     library = tokenizer.vocabulary.library
     for text in strings():
         assert tokenizer.encode(text) == [1, *library.encode(text)], repr(text)
         assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text))
-    compared = 0
-    for text in strings(["<s>", "</s>", "<unk>"]):
-        if not any(part.startswith(" ") for part in re.split("<s>|</s>|<unk>", text)):
-            assert tokenizer.encode(text) == oracle(text).input_ids, repr(text)
-            compared += "<" in text
-    assert compared > 20
 
 
 POST_PROCESSORS = {
-    "none": None,
-    "bos": "<|begin|> $A",
-    "eos": "$A <|end|>",
-    "both": "<|begin|> $A <|end|>",
-    "another": "<|end|> $A",  # not the token that the settings name
-    "two": "<|end|> <|begin|> $A",
-}
+    "none": None, "bos": "<|begin|> $A", "eos": "$A <|end|>", "both": "<|begin|> $A <|end|>",
+    "another": "<|end|> $A", "two": "<|end|> <|begin|> $A",
+}  # fmt: skip
 FLAGS = [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_bos_token": None}]
 FLAGS = [first | second for first in FLAGS for second in ({}, {"add_eos_token": True}, {"add_eos_token": False})]
 
@@ -111,50 +96,28 @@ def test_beside_a_tokenizer_json_its_post_processor_decides(byte_level, tmp_path
 
 
 def test_beside_a_tokenizer_model_alone_the_settings_decide(sentencepiece_folder, tmp_path):
+    added = {"added_tokens_decoder": {str(i): {"content": name} for i, name in enumerate(("<unk>", "<s>", "</s>"))}}
     (tmp_path / "tokenizer.model").write_bytes((sentencepiece_folder / "tokenizer.model").read_bytes())
     for flags in FLAGS:
-        write_flags(tmp_path, ("<s>", "</s>"), flags, "LlamaTokenizer")
-        added = {"added_tokens_decoder": {str(i): {"content": name} for i, name in enumerate(("<unk>", "<s>", "</s>"))}}
-        settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | added
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        write_flags(tmp_path, ("<s>", "</s>"), flags | added, "LlamaTokenizer")
         expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("the x").input_ids
         end = expected[-1] == 2
         assert Tokenizer(hf_tokenizer_files(tmp_path)).encode("the x") == expected[: -1 if end else None], flags
 
 
-def test_a_converted_directory_keeps_its_own_settings(byte_level, tmp_path):
-    """Also one that an older version wrote, where add_bos_token counted beside a tokenizer.json."""
-    (tmp_path / "tokenizer.json").write_bytes((byte_level / "tokenizer.json").read_bytes())
-    for add in (True, False):
-        write_tokenizer_config(tmp_path, bos_token_id=0, add_bos_token=add)
-        assert (Tokenizer(tmp_path).encode("x")[0] == 0) == add
+SCRIPTS = [*range(0x21, 0xD7A0, 0x200), *range(0xE000, 0x20000, 0x400)]  # the first letters of some parts of Unicode
 
 
-# The first letters of Unicode blocks that cover most scripts, and of some blocks without letters.
-BLOCKS = [
-    0x21, 0xC0, 0x100, 0x250, 0x300, 0x370, 0x400, 0x531, 0x5D0, 0x620, 0x710, 0x780, 0x7C0, 0x904, 0x985, 0xA05, 0xA85,
-    0xB05, 0xB85, 0xC05, 0xC85, 0xD05, 0xD85, 0xE01, 0xE81, 0xF40, 0x1000, 0x10A0, 0x1100, 0x1200, 0x13A0, 0x1401,
-    0x1680, 0x16A0, 0x1780, 0x1820, 0x1950, 0x1A00, 0x1B05, 0x1C00, 0x1E00, 0x1F00, 0x2010, 0x2070, 0x20A0, 0x2190,
-    0x2200, 0x2460, 0x2500, 0x2600, 0x2801, 0x2C00, 0x2D30, 0x3041, 0x30A1, 0x3105, 0x3131, 0x4E00, 0x9F00, 0xA000,
-    0xA4D0, 0xA500, 0xA840, 0xAA00, 0xAC00, 0xD700, 0xE000, 0xF900, 0xFB00, 0xFE00, 0xFF01, 0x10000, 0x10280, 0x10330,
-    0x10400, 0x10900, 0x12000, 0x13000, 0x16800, 0x1D400, 0x1F300, 0x1F600, 0x1F900, 0x20000, 0x2A700, 0xE0100,
-]  # fmt: skip
-
-
-def every_script(n=100):
-    """n texts of letters of one or several scripts, with spaces, line breaks, punctuation and emoji between them."""
-    assert n > len(BLOCKS)
+def every_script():
+    """Texts of letters of one or several scripts, with spaces, line breaks, punctuation and emoji between them."""
     chance = random.Random(1)
-    texts = []
-    for i in range(n):
-        scripts = [BLOCKS[i % len(BLOCKS)], *chance.sample(BLOCKS, i % 4)]
-        words = [
-            "".join(chr(block + chance.randrange(24)) for _ in range(chance.randint(1, 6)))
-            for block in scripts
-            for _ in range(2)
-        ]
-        texts.append(chance.choice(SPACES) + "".join(word + chance.choice([" ", *SPACES]) for word in words))
-    return texts
+
+    def word(script):
+        return "".join(chr(script + chance.randrange(24)) for _ in range(chance.randint(1, 6)))
+
+    for i in range(len(SCRIPTS)):
+        scripts = [SCRIPTS[i], *chance.sample(SCRIPTS, i % 4)] * 2
+        yield chance.choice(SPACES) + "".join(word(script) + chance.choice([" ", *SPACES]) for script in scripts)
 
 
 @pytest.fixture(scope="session")
@@ -248,11 +211,7 @@ letters = st.sampled_from("a·")  # characters of one byte and of two
 
 
 @settings(max_examples=500, deadline=None)
-@given(
-    text=st.text(letters, max_size=20),
-    stops=st.lists(st.text(letters, min_size=1, max_size=6), max_size=4),
-    data=st.data(),
-)
+@given(st.text(letters, max_size=20), st.lists(st.text(letters, min_size=1, max_size=6), max_size=4), st.data())
 @pytest.mark.slow
 def test_stop_strings_equal_a_plain_search_over_the_whole(every_kind, text, stops, data):
     """However the text is cut into pieces, it ends just before the first stop string, of which nothing is shown."""
@@ -279,14 +238,10 @@ def test_text_that_cannot_become_a_stop_is_not_held_back(every_kind):
     assert out == ["", "", "Use it", "\n\tnow", "", "", ""] and stream.stopped
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *({"eos_token_ids": ids} for ids in (5, "12", {"a": 1}, [[1]], ["x"], [None], [-5], [1.0], [True], 1.5)),
-        *({"bos_token_id": i} for i in ("x", "", [], [1], {}, 1.0, True, -1)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("config", [
+    *({"eos_token_ids": ids} for ids in (5, "12", {"a": 1}, [[1]], [None], [-5], [1.0], [True])),
+    *({"bos_token_id": i} for i in ("x", [1], 1.0, True, -1)),
+], ids=str)  # fmt: skip
 def test_special_ids_that_are_not_ids_are_refused(tmp_path, config):
     write_tokenizer_config(tmp_path, **config)
     with pytest.raises(UserError, match="is not a token id|is not a list of token ids"):
@@ -305,16 +260,11 @@ def test_no_tokenizer_and_a_broken_one(tmp_path):
 
 
 WORDS = ["<unk>", "hel", "lo</w>", "world</w>", "a</w>", "\u00e9</w>", "b", "c", "\u2581y", "!", ".</w>"]
+REPLACED = [decoders.Replace("</w>", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
 DECODERS = {
-    "suffix": decoders.BPEDecoder(),
-    "another suffix": decoders.BPEDecoder("lo</w>"),
-    "in a sequence": decoders.Sequence([decoders.BPEDecoder("</w>")]),
-    "replaced and stripped": decoders.Sequence(
-        [decoders.Replace("</w>", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
-    ),
-    "Metaspace": decoders.Metaspace(),
-    "WordPiece": decoders.WordPiece("##", cleanup=True),
-}
+    "suffix": decoders.BPEDecoder(), "another suffix": decoders.BPEDecoder("lo</w>"),
+    "replaced and stripped": decoders.Sequence(REPLACED), "WordPiece": decoders.WordPiece("##", cleanup=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -1,24 +1,7 @@
-"""Random JSON schemas, and those of the JSON Schema test suite, for the tests of grammars and of the server."""
+"""Random JSON schemas for the tests of grammars and of the server."""
 
-import hashlib
-import json
-import os
 import random
-import subprocess
-import sys
-import tarfile
-import tempfile
-from pathlib import Path
 
-import pytest
-
-from cli import UserError
-from grammar import GrammarTokenizer, schema_source
-
-# The source distribution of jsonschema has the test suite (json-schema-org/JSON-Schema-Test-Suite).
-SUITE_PACKAGE = "jsonschema==4.26.0"
-SUITE_SHA256 = "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326"
-SUITE_FOLDER = "jsonschema-4.26.0/json/tests/draft2020-12/"
 NAMES = ["name", "größe", "a b", 'with "quotes"', "n1", "Ünïcode", "x-y_z", "count"]
 PATTERNS = ["^[A-Z]{2}[0-9]{3}$", "^(ab|c+d){1,3}$", "^x?$"]
 
@@ -37,8 +20,7 @@ def random_schema(chance: random.Random, depth: int = 3) -> dict:
         return schema | {"additionalProperties": False}
     if kind == "array":
         low = chance.randrange(3)
-        items = random_schema(chance, depth - 1)
-        return {"type": "array", "items": items, "minItems": low, "maxItems": low + 2}
+        return {"type": "array", "items": random_schema(chance, depth - 1), "minItems": low, "maxItems": low + 2}
     if kind == "anyOf":
         return {"anyOf": [random_schema(chance, depth - 1) for _ in range(2)]}
 
@@ -52,42 +34,3 @@ def random_schema(chance: random.Random, depth: int = 3) -> dict:
         "pattern": {"type": "string", "pattern": chance.choice(PATTERNS)},
     }
     return schemas.get(kind, {"type": kind})
-
-
-# ---------------------------------------------------------------- the test suite
-
-
-def suite_schemas() -> list[dict | bool]:
-    """The schemas of draft 2020-12, without the optional ones."""
-    schemas = []
-    with tarfile.open(fetch_suite()) as archive:
-        for name in sorted(archive.getnames()):
-            inner = name.removeprefix(SUITE_FOLDER)
-            if name.startswith(SUITE_FOLDER) and "/" not in inner and inner.endswith(".json"):
-                schemas += [case["schema"] for case in json.load(archive.extractfile(name))]
-    return schemas
-
-
-def fetch_suite() -> Path:
-    """The archive with the test suite. It is downloaded if it does not exist yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpath"
-    path = cache / f"{SUITE_PACKAGE.replace('==', '-')}.tar.gz"
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".download.") as folder:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--no-binary", "jsonschema", "--dest", folder, SUITE_PACKAGE]
-            if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
-                pytest.skip(f"pip could not download the source of {SUITE_PACKAGE}")
-            next(Path(folder).glob("*.tar.gz")).rename(path)
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == SUITE_SHA256, f"{path} is another file"
-    return path
-
-
-def is_supported(compiler: GrammarTokenizer, schema: dict | bool) -> bool:
-    """Whether the library takes a schema."""
-    try:
-        compiler.compile(schema_source(schema))
-    except UserError:
-        return False
-    return True

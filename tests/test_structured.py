@@ -9,19 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
-from schemas import is_supported, random_schema, suite_schemas
+from schemas import random_schema
 from servers import PATIENCE_S, log_lines, running, wait_for
-
-from grammar import GrammarTokenizer
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.full
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]  # 9 heads: 1, 3 or 9
 WAYS = {
-    "plain": ([], 300),
+    "plain": ([], 100),
     "lookup": (["--draft", "prompt-lookup"], 60),
-    "int4-self": (["--draft", "int4-self"], 40),
     "compiled": (["--compile", "--dtype", "float32"], 40),
     "ranks": (["--dtype", "float32"], 24),  # in bfloat16, the sum over three ranks depends on the neighbours
 }
@@ -45,57 +42,33 @@ def fits(schema: dict | bool, text: str) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
 
 
-def plain_text(server, seed: int, temperature: float) -> str:
-    body = {"prompt": f"Once upon {seed} times", "max_tokens": 40, "temperature": temperature, "seed": seed}
+def plain_text(server, seed: int) -> str:
+    body = {"prompt": f"Once upon {seed} times", "max_tokens": 40, "temperature": 0.9, "seed": seed}
     return server.post("/v1/completions", body)["choices"][0]["text"]
 
 
-@pytest.fixture(scope="module")
-def schemas(default_tokenizer) -> list:
-    """Schemas of the JSON Schema test suite that the library takes, and random ones that some value fits, shuffled."""
-    chance = random.Random(5)
-    compiler = GrammarTokenizer(default_tokenizer, 49152, default_tokenizer.eos_ids)
-    supported = [schema for schema in suite_schemas() if is_supported(compiler, schema)]
-    found = supported + [random_schema(chance) for _ in range(max(WAYS["plain"][1] - len(supported), 100))]
-    chance.shuffle(found)
-    return found
-
-
-@pytest.fixture(scope="module", params=WAYS)
-def way(request, tmp_path_factory):
-    """A server of the default model, how many schemas to try on it, and the temperature of plain requests: 0 with a
-    draft that samples, because which tokens are sampled then depends on how many are drafted, that is on time."""
-    options, n = WAYS[request.param]
-    temperature = 0.0 if request.param == "int4-self" else 0.9
-    launcher = {"launcher": TORCHRUN} if request.param == "ranks" else {}
-    log = tmp_path_factory.mktemp(request.param) / "log"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_LOGS", "recompiles,graph_code")  # each graph is logged
-        with running(log, "--max_batch_size", 8, "--max_queue", 100, *options, **launcher) as server:
-            if "--compile" in options:
-                wait_for(lambda: "decode is compiled" in log.read_text(), "compiled steps", 300)
-            yield server, n, temperature
-
-
-def test_answers_fit_random_schemas_and_neighbours_do_not_notice(way, schemas):
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_fit_random_schemas_and_neighbours_do_not_notice(way, tmp_path, monkeypatch):
     """Eight at a time at temperature 1, beside plain requests, which get the texts that they get alone."""
-    server, n, temperature = way
-    alone, before = [plain_text(server, seed, temperature) for seed in range(6)], log_lines(server.log.read_text())
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(ask, server, schema, seed) for seed, schema in enumerate(schemas[:n])]
-        beside = [pool.submit(plain_text, server, i % 6, temperature) for i in range(n // 5)]
-        answers, beside = ([future.result() for future in some] for some in (answers, beside))
-    assert beside == [alone[i % 6] for i in range(n // 5)]
-    assert log_lines(server.log.read_text()) == before, "something was compiled again"
+    options, n = WAYS[way]
+    chance, log = random.Random(5), tmp_path / "log"
+    schemas = [random_schema(chance) for _ in range(n)]
+    launcher = {"launcher": TORCHRUN} if way == "ranks" else {}
+    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_code")  # each graph is logged
+    with running(log, "--max_batch_size", 8, "--max_queue", 100, *options, **launcher) as server:
+        if way == "compiled":
+            wait_for(lambda: "decode is compiled" in log.read_text(), "compiled steps", 300)
+        alone, before = [plain_text(server, seed) for seed in range(6)], log_lines(log.read_text())
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(ask, server, schema, seed) for seed, schema in enumerate(schemas)]
+            beside = [pool.submit(plain_text, server, i % 6) for i in range(n // 5)]
+            answers, beside = ([future.result() for future in some] for some in (answers, beside))
+        assert beside == [alone[i % 6] for i in range(n // 5)]
+        assert log_lines(log.read_text()) == before, "something was compiled again"
     assert {reason for reason, _ in answers} <= {"stop", "length"}
     finished = [(schema, text) for schema, (reason, text) in zip(schemas, answers) if reason == "stop"]
-    print(f"{len(finished)} of {n} answers were finished")
     assert [pair for pair in finished if not fits(*pair)] == []
-    assert len(finished) >= 0.93 * n, [schema for schema, (reason, _) in zip(schemas, answers) if reason == "length"]
-
-
-def nested(depth: int) -> str:
-    return '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
+    assert len(finished) >= 0.93 * n
 
 
 def schema_body(text: str) -> bytes:
@@ -111,33 +84,26 @@ def pattern_body(pattern: str) -> bytes:
 MINUTES = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
 HOSTILE = {
     "minutes": (schema_body(json.dumps(MINUTES)), (400,)),
-    "depth 50": (schema_body(nested(50)), (200, 400)),
-    "depth 300": (schema_body(nested(300)), (400,)),
-    "depth 10,000": (schema_body(nested(10_000)), (400,)),
+    "depth 10,000": (schema_body('{"properties": {"a": ' * 10_000 + "{}" + "}}" * 10_000), (400,)),
     "1 MB": (schema_body(json.dumps({"enum": [f"value {i}" for i in range(60_000)]})), (400, 413)),
-    "many properties": (schema_body(json.dumps({"properties": {f"p{i}": {} for i in range(9000)}})), (200, 400)),
     "catastrophic": (pattern_body("(a+)+(b|c|d)*((x|y)+z?)+"), (200,)),
-    "repeated": (pattern_body("(([a-z]{1,200}){1,200}){1,200}"), (200, 400)),
     "long": (pattern_body("a{9999}{9999}"), (200, 400)),
     "a loop": (schema_body('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'), (400,)),
-    "recursive": (schema_body('{"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}'), (200,)),
     "remote": (schema_body('{"$ref": "http://127.0.0.1:1/schema"}'), (400,)),
-    "no schema": (schema_body("[1]"), (400,)),
-    "false": (schema_body("false"), (400,)),
 }
 
 
 def test_hostile_schemas_are_refused_or_bounded_and_stall_nobody(tmp_path):
     """A probe sends plain requests meanwhile. None of them takes seconds."""
     with running(tmp_path / "log", "--max_batch_size", 8, "--max_queue", 100) as server:
-        plain_text(server, 1, 0.9)
+        plain_text(server, 1)
         ask(server, {"type": "boolean"}, 1)  # from now on, the tokenizer of grammars is there
         waits, done = [], threading.Event()
 
         def probe():
             while not done.is_set():
                 start = time.monotonic()
-                plain_text(server, 1, 0.9)
+                plain_text(server, 1)
                 waits.append(time.monotonic() - start)
 
         prober = threading.Thread(target=probe)

@@ -11,31 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tools import (
-    FORMATS,
-    GLM_TEMPLATE,
-    MARKS,
-    NAMES,
-    ONE_BY_ONE,
-    REQUEST,
-    STRANGE,
-    VALUES,
-    answered,
-    content,
-    cut,
-    events_of,
-    fits,
-    function,
-    rendered_answer,
-)  # fmt: skip
-from test_tools import compiler as compiler  # fixtures
-from test_tools import files as files
-from test_tools import served as served
+
+# isort: off
+from test_tools import FORMATS, MARKS, NAMES, ONE_BY_ONE, REQUEST, SOURCES, STRANGE, TYPES, VALUES, an_object
+from test_tools import answered, content, cut, events_of, fits, function, rendered_answer, source_of
+from test_tools import compiler as compiler, files as files, served as served  # fixtures
+# isort: on
 
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins
 from server.api import ServedModel
 from server.parameters import ValueText, property_types, types_of, value_json
-from server.tool_grammars import ToolGrammar, whole_pattern
 from server.tools import Tool
 
 # ---------------------------------------------------------------- values
@@ -43,32 +28,26 @@ from server.tools import Tool
 DEFINED = {"$defs": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/a"}, "c/d": {"const": 1}}}
 
 
-@pytest.mark.parametrize(
-    "schema, types",
-    [
-        ({"type": "string"}, ["string"]), ({"type": ["string", "null"]}, ["string", "null"]), ({}, None), (True, None),
-        ({"enum": ["a", 1, None]}, ["string", "integer", "null"]), ({"const": 1.5}, ["number"]), ({"enum": []}, None),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["string", "null"]), ({"anyOf": [{}, {"type": "x"}]}, None),
-        ({"allOf": [{"minLength": 1}, {"type": "string"}]}, ["string"]), ({"oneOf": [{"const": True}]}, ["boolean"]),
-        ({"$ref": "#/$defs/b"}, ["string"]), ({"$ref": "#/$defs/c~1d"}, ["integer"]), ({"$ref": "#/x/y"}, None),
-        ({"$ref": "#"}, None), ({"type": 5}, None), ({"anyOf": 5}, None), ({"$ref": 5}, None), ({"type": [5]}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema, types", [
+    ({"type": "string"}, ["string"]), ({"type": ["string", "null"]}, ["string", "null"]), ({}, None), (True, None),
+    ({"enum": ["a", 1, None]}, ["string", "integer", "null"]), ({"const": 1.5}, ["number"]), ({"enum": []}, None),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["string", "null"]), ({"anyOf": [{}, {"type": "x"}]}, None),
+    ({"allOf": [{"minLength": 1}, {"type": "string"}]}, ["string"]), ({"oneOf": [{"const": True}]}, ["boolean"]),
+    ({"$ref": "#/$defs/b"}, ["string"]), ({"$ref": "#/$defs/c~1d"}, ["integer"]), ({"$ref": "#/x/y"}, None),
+    ({"$ref": "#"}, None), ({"type": 5}, None), ({"anyOf": 5}, None), ({"$ref": 5}, None), ({"type": [5]}, None),
+])  # fmt: skip
 def test_the_types_that_a_schema_allows(schema, types):
     assert types_of(schema, DEFINED) == (None if types is None else set(types))
 
 
-def test_a_schema_that_refers_to_itself_has_no_types():
+def test_the_types_of_properties():
     schema = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"anyOf": [{"$ref": "#/properties/b"}]}}}
-    assert property_types(schema) == {"a": None, "b": None}
-    assert property_types({"properties": 5}) == property_types({"$ref": "#"}) == {}
+    assert property_types(schema) == {"a": None, "b": None}, "a schema that refers to itself"
     schema = {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"const": ""}}}}}
-    assert property_types(schema) == {"a": {"string"}}
+    assert property_types(schema) == {"a": {"string"}} and property_types({"properties": 5}) == {}
 
 
-@pytest.mark.parametrize(
-    "types, values",
-    [
+@pytest.mark.parametrize("types, values", [
         (["string"], {"5": '"5"', "": '""', " a\n": '" a\\n"', "null": '"null"', '"': '"\\""', "ä": '"ä"'}),
         (["integer"], {"5": "5", " 5\n": "5", "x": '"x"', '"5"': '"\\"5\\""', "[1]": "[1]", "": '""', "1e5": "1e5"}),
         (["boolean"], {"True": "true", "false": "false", "yes": '"yes"'}),
@@ -77,8 +56,7 @@ def test_a_schema_that_refers_to_itself_has_no_types():
         (["string", "null"], {"null": "null", "None": "null", "nulls": '"nulls"', "5": '"5"', "": '""'}),
         (["string", "number"], {"5": "5", "5.5": "5.5", "true": '"true"', "[5]": '"[5]"', "True": '"True"'}),
         (None, {"5": "5", "true": "true", "True": '"True"', "null": "null", '"a"': '"\\"a\\""', "[1, 2]": "[1, 2]"}),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_values(types, values):
     types = None if types is None else frozenset(types)
     for text, expected in values.items():
@@ -87,13 +65,6 @@ def test_values(types, values):
             assert "".join(map(value.add, pieces)) + value.end() == expected, text
         if types not in ({"string"}, {"string", "null"}):
             assert value_json(text, types) == expected
-
-
-def test_the_text_of_a_string_does_not_wait_for_the_end():
-    value = ValueText(frozenset({"string"}))
-    assert [value.add(text) for text in ("a", '"', "", "\n")] == ['"a', '\\"', "", "\\n"] and value.end() == '"'
-    value = ValueText(frozenset({"string", "null"}))
-    assert [value.add(text) for text in ("nul", "x", "n")] == ["", '"nulx', "n"] and value.end() == '"'
 
 
 # ---------------------------------------------------------------- what templates write
@@ -159,45 +130,6 @@ def test_what_the_template_writes_is_parsed_as_these_arguments(served, name, dat
 
 # ---------------------------------------------------------------- what models write
 
-TYPES = {"a": frozenset({"string"}), "b": frozenset({"integer"}), "c": frozenset({"string", "null"})}
-PARTS = [
-    "<tool_call>", "\n", "<function=f>", "<function=f>\n<parameter=a>\n", "<function=", "f", "g", ">", "x",
-    "<parameter=a>\n", "<parameter=", "a", "b>", "<parameter=b>\n1\n</parameter>\n", "\n</parameter>", "</parameter>",
-    "<parameter=c>\nnull\n</parameter>", "</par", "</function>", "</function>\n</tool_call>", "</tool_call>",
-    "<tool_call>f\n", "<tool_call>f", "<arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "</arg_key>", "</arg_value>",
-    "</arg_value>\n", "<think>", "</think>", '{"name": "f", "arguments": {}}', "{", '"', "\\", " ", "nul", "<",
-]  # fmt: skip
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from(ONE_BY_ONE), st.lists(st.sampled_from(PARTS), max_size=12),
-    st.lists(st.integers(0, 200), max_size=9), st.booleans(), st.sampled_from([None, 1]), st.booleans(),
-)  # fmt: skip
-@pytest.mark.slow
-def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside, most, bare):
-    """Also of answers that are malformed. The arguments of whole calls are JSON, and without a call no text is lost."""
-    text = "".join(parts)
-    syntax = AnswerSyntax(("<think>", "</think>"), inside, FORMATS[name], frozenset(NAMES), most, bare, {"f": TYPES})
-    events = events_of(syntax, [text])
-    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
-    parser = AnswerParser(syntax)
-    parser.add(text)
-    parser.end()
-    arguments = {}
-    for kind, index, value in events:
-        if kind is CallArguments:
-            arguments[index] = value
-    if parser.has_whole_calls:
-        assert all(isinstance(json.loads(value), dict) for value in arguments.values())
-        assert len(arguments) == parser.calls
-    if parser.calls == 0:
-        found = "".join(value for *_, value in events)
-        for mark in ("<think>", "</think>"):
-            found = found.replace(mark, "")
-            text = text.replace(mark, "")
-        assert "".join(found.split()) == "".join(text.split())
-
 
 def call(arguments: str, index: int = 0) -> list[tuple]:
     return [(CallBegins, index, "f"), (CallArguments, index, arguments)]
@@ -208,40 +140,32 @@ END = "</function>\n</tool_call>"
 X = "<parameter=a>\nx\n</parameter>\n"
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (f"{F}{END}", call("{}")),
-        (f"{F}{X}{END}", call('{"a": "x"}')),
-        (f"Hm.\n{F}{X}{END}.", [content("Hm.\n"), *call('{"a": "x"}'), content(".")]),
-        (f"{F}{X}<parameter=b>\n1\n</parameter>\n{END}", call('{"a": "x", "b": 1}')),
-        (f"{F}{X}{END}\n{F}{END}", call('{"a": "x"}') + call("{}", 1)),
-        (f"{F}<parameter=c>\nNone\n</parameter>\n{END}", call('{"c": null}')),
-        (f"{F}<parameter=a>\n\nx\n\n</parameter>\n{END}", call('{"a": "\\nx\\n"}')),
-        (f"{F}<parameter=a>\n\n</parameter>\n{END}", call('{"a": ""}')),
-        (f"{F}<parameter=a>\n{END}{F}<b>\n</parameter>\n{END}", call(f'{{"a": {json.dumps(END + F + "<b>")}}}')),
-        (f"{F}<parameter=d>\n[1,\n 2]\n</parameter>\n{END}", call('{"d": [1,\n 2]}')),
-        # What models get wrong: line breaks, a missing first or last mark, text between arguments.
-        (f"{F}<parameter=a>x</parameter>{END}", call('{"a": "x"}')),
-        (f"<tool_call><function=f>{X}</function></tool_call>", call('{"a": "x"}')),
-        (f"<function=f>\n{X}</function>\n", call('{"a": "x"}')),
-        (f"{F}{X}</tool_call>", call('{"a": "x"}')),
-        (f"{F}{X}</function> Done.", [*call('{"a": "x"}'), content(" Done.")]),
-        (f"{F}{X} and <parameter=b>\n1</parameter>{END}", call('{"a": "x", "b": 1}')),
-        ('{"name": "f", "arguments": {"a": "x"}}', call('{"a": "x"}')),
-        # Other text is content.
-        (f"<tool_call>\n<function=g>\n{X}{END}", [content(f"<tool_call>\n<function=g>\n{X}{END}")]),
-        (f"<tool_call>\n<function=f>\nHm. {X}", [content(f"<tool_call>\n<function=f>\nHm. {X}")]),
-        ("<tool_call> <function", [content("<tool_call> <function")]),
-        ("<tool_call>\nf", [content("<tool_call>\nf")]),
-        ("<function=" + "f" * 300, [content("<function=" + "f" * 300)]),
-        # Answers that are cut off.
-        (f"{F}{X}", call('{"a": "x"')),
-        (f"{F}<parameter=a>\nx", call('{"a": "x')),
-        (f"{F}<parameter=b>\n1", call('{"b": ')),
-        (f"{F}{X}<parameter=", call('{"a": "x"')),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, expected", [
+    (f"{F}{END}", call("{}")),
+    (f"Hm.\n{F}{X}{END}.", [content("Hm.\n"), *call('{"a": "x"}'), content(".")]),
+    (f"{F}{X}<parameter=b>\n1\n</parameter>\n{END}", call('{"a": "x", "b": 1}')),
+    (f"{F}{X}{END}\n{F}{END}", call('{"a": "x"}') + call("{}", 1)),
+    (f"{F}<parameter=c>\nNone\n</parameter>\n{END}", call('{"c": null}')),
+    (f"{F}<parameter=a>\n\nx\n\n</parameter>\n{END}", call('{"a": "\\nx\\n"}')),
+    (f"{F}<parameter=a>\n\n</parameter>\n{END}", call('{"a": ""}')),
+    (f"{F}<parameter=a>\n{END}{F}<b>\n</parameter>\n{END}", call(f'{{"a": {json.dumps(END + F + "<b>")}}}')),
+    (f"{F}<parameter=d>\n[1,\n 2]\n</parameter>\n{END}", call('{"d": [1,\n 2]}')),
+    # What models get wrong: line breaks, a missing first or last mark, text between arguments.
+    *((text, call('{"a": "x"}')) for text in (
+        f"{F}<parameter=a>x</parameter>{END}", f"<tool_call><function=f>{X}</function></tool_call>",
+        f"<function=f>\n{X}</function>\n", f"{F}{X}</tool_call>", '{"name": "f", "arguments": {"a": "x"}}',
+    )),
+    (f"{F}{X}</function> Done.", [*call('{"a": "x"}'), content(" Done.")]),
+    (f"{F}{X} and <parameter=b>\n1</parameter>{END}", call('{"a": "x", "b": 1}')),
+    # Other text is content.
+    *((text, [content(text)]) for text in (
+        f"<tool_call>\n<function=g>\n{X}{END}", f"<tool_call>\n<function=f>\nHm. {X}", "<tool_call> <function",
+        "<tool_call>\nf", "<function=" + "f" * 300,
+    )),
+    # Answers that are cut off.
+    (f"{F}{X}", call('{"a": "x"')), (f"{F}{X}<parameter=", call('{"a": "x"')),
+    (f"{F}<parameter=a>\nx", call('{"a": "x')), (f"{F}<parameter=b>\n1", call('{"b": ')),
+])  # fmt: skip
 def test_what_models_write(text, expected):
     syntax = AnswerSyntax(tools=FORMATS["qwen3.5"], names=frozenset(NAMES), types={"f": TYPES})
     assert events_of(syntax, [text]) == events_of(syntax, list(text)) == expected
@@ -256,60 +180,38 @@ def test_arguments_are_streamed():
     assert texts == ["", "", '{"a": "ab', "c", "\\nd", '", "b": ', "12", "}"]
 
 
-@pytest.mark.slow
-def test_a_long_hostile_answer_is_parsed_in_time():
-    syntax = AnswerSyntax(tools=FORMATS["qwen3.5"], names=frozenset(NAMES), types={"f": TYPES})
-    for text in ("<tool_call>", "<function=", "<tool_call>\n<function=f>\n<parameter"):
-        answer = text * 5_000
-        assert events_of(syntax, [answer]) == [content(answer)]
-    (_, (_, _, arguments)) = events_of(syntax, [F + "<parameter=" * 5_000 + END])
-    assert arguments == "{}"
-
-
 # ---------------------------------------------------------------- grammars
 
-
-def source_of(model: ServedModel, name: str, tools: list[Tool]) -> str:
-    grammar = ToolGrammar(FORMATS[name], tools, model.chat.special_tokens, True)
-    return "\n".join([f"start: {grammar.calls()}", r"TEXT: /(.|\n)*/", *grammar.rules])
+TEXT = {"type": "string"}
 
 
-def an_object(*required: str, **properties) -> dict:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    "schema, fitting, others",
-    [
-        (an_object(), [{}], [{"a": 1}]),
-        (an_object("a", "b", a={}, b={}), [{"a": 1, "b": "x"}], [{}, {"b": 1}, {"b": 1, "a": 1}]),
-        (an_object("b", a={}, b={}), [{"b": 1}, {"a": [1], "b": 1}], [{"a": 1}]),
-        (an_object(a={"type": "string"}), [{"a": "<b> </a>\n\n5\n"}, {"a": ""}, {}], []),
-        (an_object(a={"type": "string", "enum": ["b", "bc"]}), [{"a": "b"}, {"a": "bc"}], [{"a": "c"}, {"a": ""}]),
-        (an_object(a={"enum": ["", 'ä"\n\\', [1], True]}), [{"a": ""}, {"a": 'ä"\n\\'}, {"a": [1]}], [{"a": " "}]),
-        (an_object(a={"enum": ["x</parameter>y</arg_value>"]}), [{"a": ""}], []),  # which cannot be written
-        (an_object(**{'ä"b\\': {"type": "integer"}}), [{'ä"b\\': 5}], [{'ä"b\\': "x"}, {"a": 5}]),
-        (an_object(a={"type": ["string", "null"], "enum": ["b", None]}), [{"a": "b"}], [{"a": "c"}]),
-        (an_object(a={"anyOf": [{"enum": ["b"]}, {"type": "integer"}]}), [{"a": "b"}, {"a": 5}], [{"a": "c"}]),
-        (an_object(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}), [{"a": "b"}, {"a": 5}], []),
-        (an_object(a={"anyOf": [{"type": "array"}, {"type": "integer"}]}), [{"a": []}, {"a": 5}], [{"a": "b"}]),
-        (an_object(a={"type": "string", "maxLength": 3, "minLength": 1}), [{"a": "äöü"}], [{"a": ""}, {"a": "bcde"}]),
-        (an_object(a={"type": "string", "minLength": 2}), [{"a": "b" * 99}], [{"a": "b"}]),
-        (an_object(a={"type": "string", "pattern": "^[a-z/]+$"}), [{"a": "b/c"}], [{"a": ""}, {"a": "b1"}]),
-        (an_object(a={"type": "string", "pattern": "b+c"}), [{"a": "1bbc\n2"}], [{"a": "b"}]),
-        (an_object(a={"type": "string", "pattern": "^b|c$"}), [{"a": "b1"}, {"a": "1"}], []),  # not enforced
-        (an_object(a={"type": "array", "items": {"type": "boolean"}}), [{"a": [True]}, {"a": []}], [{"a": [5]}]),
-        (an_object(a={"$ref": "#/$defs/b"}) | {"$defs": {"b": {"const": 5}}}, [{"a": 5}], [{"a": 6}]),
-        (
-            {"properties": {"a": {"type": "integer"}}, "required": ["z"]},
-            [{"a": 1, "z": [1]}, {"z": "", "b.c": "x"}], [{}, {"a": 1}],
-        ),
-        ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "x"}]),
-        ({}, [{}, {"a": 1, "b": "x"}], []),
-        ({"$ref": "#/$defs/b", "$defs": {"b": an_object("a", a={"const": "b"})}}, [{"a": "b"}], [{}, {"a": "c"}]),
-        ({"properties": {"a": False}, "required": 5}, [{}, {"b": 1}], [{"a": 1}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema, fitting, others", [
+    (an_object(), [{}], [{"a": 1}]),
+    (an_object("a", "b", a={}, b={}), [{"a": 1, "b": "x"}], [{}, {"b": 1}, {"b": 1, "a": 1}]),
+    (an_object("b", a={}, b={}), [{"b": 1}, {"a": [1], "b": 1}], [{"a": 1}]),
+    (an_object(a=TEXT), [{"a": "<b> </a>\n\n5\n"}, {"a": "<parameter=b></parameter"}, {"a": ""}, {}],
+     [{"a": "x</parameter>y</arg_value>"}]),  # a value ends with the first mark
+    (an_object(a=TEXT | {"enum": ["b", "bc"]}), [{"a": "b"}, {"a": "bc"}], [{"a": "c"}, {"a": ""}]),
+    (an_object(a={"enum": ["", 'ä"\n\\', [1], True]}), [{"a": ""}, {"a": 'ä"\n\\'}, {"a": [1]}], [{"a": " "}]),
+    (an_object(a={"enum": ["x</parameter>y</arg_value>"]}), [{"a": ""}], []),  # which cannot be written
+    (an_object(**{'ä"b\\': {"type": "integer"}}), [{'ä"b\\': 5}], [{'ä"b\\': "x"}, {"a": 5}]),
+    (an_object(a={"type": ["string", "null"], "enum": ["b", None]}), [{"a": "b"}], [{"a": "c"}]),
+    (an_object(a={"anyOf": [{"enum": ["b"]}, {"type": "integer"}]}), [{"a": "b"}, {"a": 5}], [{"a": "c"}]),
+    (an_object(a={"anyOf": [{"type": "array"}, {"type": "integer"}]}), [{"a": []}, {"a": 5}], [{"a": "b"}]),
+    (an_object(a=TEXT | {"maxLength": 3, "minLength": 1}), [{"a": "äöü"}], [{"a": ""}, {"a": "bcde"}]),
+    (an_object(a=TEXT | {"minLength": 2}), [{"a": "b" * 99}], [{"a": "b"}]),
+    (an_object(a=TEXT | {"pattern": "^[a-z/]+$"}), [{"a": "b/c"}], [{"a": ""}, {"a": "b1"}]),
+    (an_object(a=TEXT | {"pattern": "^[$^]\\$$"}), [{"a": "^$"}], [{"a": "$"}, {"a": "x^$"}]),
+    (an_object(a=TEXT | {"pattern": "b+c"}), [{"a": "1bbc\n2"}], [{"a": "b"}]),
+    (an_object(a=TEXT | {"pattern": "^b|c$"}), [{"a": "b1"}, {"a": "1"}], []),  # not enforced
+    (an_object(a={"type": "array", "items": {"type": "boolean"}}), [{"a": [True]}, {"a": []}], [{"a": [5]}]),
+    (an_object(a={"$ref": "#/$defs/b"}) | {"$defs": {"b": {"const": 5}}}, [{"a": 5}], [{"a": 6}]),
+    ({"properties": {"a": {"type": "integer"}}, "required": ["z"]}, [{"a": 1, "z": [1]}, {"z": "", "b.c": "x"}],
+     [{}, {"a": 1}]),
+    ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "x"}]),
+    ({"$ref": "#/$defs/b", "$defs": {"b": an_object("a", a={"const": "b"})}}, [{"a": "b"}], [{}, {"a": "c"}]),
+    ({"properties": {"a": False}, "required": 5}, [{}, {"b": 1}], [{"a": 1}]),
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen3.5", "glm"])
 def test_arguments_that_fit_their_grammar(served, compiler, name, schema, fitting, others):
     model = served(name)
@@ -321,7 +223,7 @@ def test_arguments_that_fit_their_grammar(served, compiler, name, schema, fittin
 
 def test_marks_that_are_special_tokens(served, compiler):
     """They are named by their ids in grammars, and their text reaches the parser."""
-    source = GLM_TEMPLATE.replace("<tool_call>", "<｜call｜>").replace("</tool_call>", "<｜/call｜>")
+    source = SOURCES["glm"].replace("<tool_call>", "<｜call｜>").replace("</tool_call>", "<｜/call｜>")
     source = source.replace("<arg_key>", "<|tool_call|>").replace("</arg_value>", "<|/tool_call|>")
     model = served(source)
     assert model.chat.tool_format.parameters.after == "<|/tool_call|>\n"
@@ -335,24 +237,6 @@ def test_marks_that_are_special_tokens(served, compiler):
     assert not fits(model, compiler, message.grammar, text.replace("5", "x"))
     (called,) = answered(model, {"tools": tools}, list(text))["message"]["tool_calls"]
     assert json.loads(called["function"]["arguments"]) == arguments
-
-
-def test_a_value_ends_with_the_first_mark(served, compiler):
-    source = source_of(served("qwen3.5"), "qwen3.5", [Tool("f", {})])
-    for value, expected in (("x", True), ("<parameter=b>", True), ("x</parameter>", False), ("</parameter", True)):
-        text = f"{F}<parameter=a>\n{value}\n</parameter>\n{END}"
-        assert fits(served("qwen3.5"), compiler, source, text) == expected
-
-
-@pytest.mark.parametrize(
-    "pattern, expected",
-    [
-        ("^ab$", "(ab)"), ("a/b", r"(.|\n)*(a\/b)(.|\n)*"), (r"^\$[$^]\/$", r"(\$[$^]\/)"), ("^[]$]", r"([]$])(.|\n)*"),
-        ("a|b", r"(.|\n)*(a|b)(.|\n)*"), ("^a|b", None), (r"\bx", None), ("a^", None), ("a$b", None), (None, None),
-    ],
-)  # fmt: skip
-def test_patterns_of_whole_texts(pattern, expected):
-    assert whole_pattern(pattern) == expected
 
 
 KINDS = [

@@ -7,7 +7,6 @@ whole.
 import itertools
 import json
 import pickle
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -51,34 +50,26 @@ def answer_with(model: ServedModel, completion: CompletionRequest, text: str, re
             return updates
 
 
-@dataclass
-class Shown:
-    """What a client sees of an answer."""
-
-    content: str
-    thoughts: str
-    calls: list[str]  # their arguments
-    reason: str
-    tokens: bytes = b""  # the bytes of the tokens that have log-probabilities
-
-
-def openai_whole(model, text: str, stop, reason: str, steps) -> Shown:
+def openai_whole(model, text: str, stop, reason: str, steps) -> SimpleNamespace:
+    """What a client sees of an answer. tokens: the bytes of the tokens that have log-probabilities."""
     completion = model.parse_chat(CHAT | {"stop": stop, "logprobs": True})
     completion.choices[0].updates += answer_with(model, completion, text, reason, steps)
     choice = ResponseBuilder(model, completion).whole()["choices"][0]
     message = choice["message"]
     calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
     tokens = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
-    thoughts = message.get("reasoning_content", "")
-    return Shown(message["content"] or "", thoughts, calls, choice["finish_reason"], tokens)
+    thoughts, content = message.get("reasoning_content", ""), message["content"] or ""
+    return SimpleNamespace(
+        content=content, thoughts=thoughts, calls=calls, reason=choice["finish_reason"], tokens=tokens
+    )
 
 
-def openai_streamed(model, text: str, stop, reason: str, steps) -> Shown:
+def openai_streamed(model, text: str, stop, reason: str, steps) -> SimpleNamespace:
     completion = model.parse_chat(CHAT | {"stop": stop, "logprobs": True, "stream": True})
     builder = ResponseBuilder(model, completion)
     updates = answer_with(model, completion, text, reason, steps)
     chunks = [chunk for update in updates for chunk in builder.chunks(completion.choices[0], update)]
-    shown = Shown("", "", [], "", b"")
+    shown = SimpleNamespace(content="", thoughts="", calls=[], reason="", tokens=b"")
     for part in (chunk["choices"][0] for chunk in chunks):
         delta = part["delta"]
         shown.content += delta.get("content", "")
@@ -104,9 +95,8 @@ def anthropic_whole(model, text: str, stop, reason: str, steps) -> tuple[list[tu
     message = builder.whole()
     blocks = []
     for block in message["content"]:
-        field = {"tool_use": "input"}.get(block["type"], block["type"])
-        value = block[field]
-        blocks.append((block["type"], json.dumps(value, ensure_ascii=False) if field == "input" else value))
+        kind = block["type"]
+        blocks.append((kind, json.dumps(block["input"]) if kind == "tool_use" else block[kind]))
     return blocks, message["stop_reason"], message["stop_sequence"]
 
 
@@ -120,14 +110,14 @@ def anthropic_streamed(model, text: str, stop, reason: str, steps) -> tuple[list
         if event["type"] == "content_block_start":
             blocks.append((event["content_block"]["type"], ""))
         elif event["type"] == "content_block_delta":
-            piece = [value for name, value in event["delta"].items() if name != "type"]
-            blocks[-1] = (blocks[-1][0], blocks[-1][1] + piece[0])
+            (piece,) = (value for name, value in event["delta"].items() if name != "type")
+            blocks[-1] = (blocks[-1][0], blocks[-1][1] + piece)
         elif event["type"] == "message_delta":
             delta = event["delta"]
     return blocks, delta["stop_reason"], delta["stop_sequence"]
 
 
-def shown_everywhere(model, text: str, stop, reason="stop", steps=(1,)) -> tuple[Shown, str, str | None]:
+def shown_everywhere(model, text: str, stop, reason="stop", steps=(1,)) -> tuple:
     """What OpenAI's clients see, and why the answer ended for Anthropic's. Streams show the same as whole answers."""
     whole = openai_whole(model, text, stop, reason, steps)
     assert openai_streamed(model, text, stop, reason, steps) == whole
@@ -149,57 +139,56 @@ CALL = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>' % ARGUMENTS  
 BARE = '{"name": "f", "arguments": %s}' % ARGUMENTS  # noqa: UP031
 THINK, THOUGHTS = "<think>\nHm. So.\n</think>\n\n", "\nHm. So.\n"
 CUT, CUT_ARGUMENTS = CALL.partition(" y")[0], '{"a": "x.'
-NO_JSON = CALL.replace('"x. y\\nz"', "x")
+NO_JSON, UNKNOWN = CALL.replace('"x. y\\nz"', "x"), CALL.replace('"f"', '"g"')
 
 
-@pytest.mark.parametrize(
-    "text, stop, reason, expected, why",
-    [
-        # Thoughts are not searched, nor is text across their end. White space after them does not count as content.
-        (f"{THINK}Yes. No.", ".", "stop", ("Yes", THOUGHTS, [], "stop"), ("stop_sequence", ".")),
-        (f"{THINK}Yes", ["Hm", "</think>", "<think>"], "stop", ("Yes", THOUGHTS, [], "stop"), ("end_turn", None)),
-        (f"{THINK}Yes\nNo", "\n", "stop", ("Yes", THOUGHTS, [], "stop"), ("stop_sequence", "\n")),
-        (f"{THINK}Yes", ["So.\n", "</think>\n\nY", "\n\nY"], "length", ("Yes", THOUGHTS, [], "length"),
-         ("max_tokens", None)),
-        ("<think>\nHm. So", ".", "length", ("", "\nHm. So", [], "length"), ("max_tokens", None)),
-        # Calls are not searched, and neither are their marks.
-        (CALL, ".", "stop", ("", "", [ARGUMENTS], "tool_calls"), ("tool_use", None)),
-        (CALL, ["\n", "<tool_call>", '"', "}"], "stop", ("", "", [ARGUMENTS], "tool_calls"), ("tool_use", None)),
-        (BARE, [".", "{", '"name"'], "stop", ("", "", [ARGUMENTS], "tool_calls"), ("tool_use", None)),
-        (f"{THINK}Sure {CALL}", ["<tool_call>", "re <"], "stop", ("Sure ", THOUGHTS, [ARGUMENTS], "tool_calls"),
-         ("tool_use", None)),
-        (f"{THINK}Hm. {CALL}", ".", "stop", ("Hm", THOUGHTS, [], "stop"), ("stop_sequence", ".")),
-        (f"xab{CALL}", ["ab", "xabc"], "stop", ("x", "", [], "stop"), ("stop_sequence", "ab")),
-        (f"xab{CALL}ab", ["bab", "b<"], "stop", ("xabab", "", [ARGUMENTS], "tool_calls"), ("tool_use", None)),
-        # A stop string after whole calls does not undo them.
-        (f"{CALL}\n{CALL}\nSo. Bye.", ". ", "stop", ("\nSo", "", [ARGUMENTS] * 2, "tool_calls"), ("tool_use", ". ")),
-        # Calls that were cut off.
-        (CUT, ".", "length", ("", "", [CUT_ARGUMENTS], "length"), ("max_tokens", None)),
-        (CUT, ".", "stop", ("", "", [CUT_ARGUMENTS], "stop"), ("end_turn", None)),
-        (f"{CALL}\n{CUT}", "\n", "length", ("", "", [ARGUMENTS, CUT_ARGUMENTS], "length"), ("max_tokens", None)),
-        (f"{CALL.replace('}}', '')}x.", ["."], "stop", ("x", "", [f"{ARGUMENTS[:-1]}\n"], "stop"),
-         ("stop_sequence", ".")),
-        (CALL.partition("}}")[0] + "}", ".", "length", ("", "", [ARGUMENTS], "length"), ("max_tokens", None)),
-        (CALL[:-3], "</", "stop", ("", "", [ARGUMENTS], "tool_calls"), ("tool_use", None)),
-        (f"So {CALL[:15]}", ["\n", "_"], "length", ("So ", "", [], "length"), ("max_tokens", None)),
-        (f"So {CALL[:11]}", ["call", "_"], "length", ("So ", "", [], "length"), ("max_tokens", None)),
-        (f"So {CALL[:15]}", ["\n", "_"], "stop", ("So <tool", "", [], "stop"), ("stop_sequence", "_")),
-        # What looks like a call and is none is content.
-        ("<tool_call>\nno. call", ".", "stop", ("<tool_call>\nno", "", [], "stop"), ("stop_sequence", ".")),
-        ("x<tool_call>no", ["<tool_call>"], "stop", ("x", "", [], "stop"), ("stop_sequence", "<tool_call>")),
-        (CALL.replace('"f"', '"g"'), ". y", "stop", (CALL.replace('"f"', '"g"').partition(". y")[0], "", [], "stop"),
-         ("stop_sequence", ". y")),
-        (f"{BARE}, a call", ", a", "stop", (BARE, "", [], "stop"), ("stop_sequence", ", a")),
-        (f"{BARE}, a call", ".", "length", (BARE.partition(".")[0], "", [], "stop"), ("stop_sequence", ".")),
-        # Several stop strings, at the first token, in the middle of characters, over several tokens, in white space.
-        ("STOP it", ["STOP", "S it"], "stop", ("", "", [], "stop"), ("stop_sequence", "STOP")),
-        ("xabcd", ["abcd", "abc", "abcde"], "stop", ("x", "", [], "stop"), ("stop_sequence", "abc")),
-        ("日本語。\U0001f469", ["本語", "\U0001f469"], "stop", ("日", "", [], "stop"), ("stop_sequence", "本語")),
-        ("\n\n x", ["\n x"], "stop", ("\n", "", [], "stop"), ("stop_sequence", "\n x")),
-        ("\n\n", ["\n"], "stop", ("", "", [], "stop"), ("stop_sequence", "\n")),
-        ("Yes, it is n", ["is not", "no"], "length", ("Yes, it is n", "", [], "length"), ("max_tokens", None)),
-    ],
-)  # fmt: skip
+END, MAX = ("end_turn", None), ("max_tokens", None)  # why an answer ended, for Anthropic's clients
+USE = ("tool_use", None)
+
+
+def at(stop: str) -> tuple[str, str]:
+    return "stop_sequence", stop
+
+
+@pytest.mark.parametrize("text, stop, reason, expected, why", [
+    # Thoughts are not searched, nor is text across their end. White space after them does not count as content.
+    (f"{THINK}Yes. No.", ".", "stop", ("Yes", THOUGHTS, [], "stop"), at(".")),
+    (f"{THINK}Yes", ["Hm", "</think>", "<think>"], "stop", ("Yes", THOUGHTS, [], "stop"), END),
+    (f"{THINK}Yes\nNo", "\n", "stop", ("Yes", THOUGHTS, [], "stop"), at("\n")),
+    (f"{THINK}Yes", ["So.\n", "</think>\n\nY", "\n\nY"], "length", ("Yes", THOUGHTS, [], "length"), MAX),
+    ("<think>\nHm. So", ".", "length", ("", "\nHm. So", [], "length"), MAX),
+    # Calls are not searched, and neither are their marks.
+    (CALL, [".", "\n", "<tool_call>", '"', "}"], "stop", ("", "", [ARGUMENTS], "tool_calls"), USE),
+    (BARE, [".", "{", '"name"'], "stop", ("", "", [ARGUMENTS], "tool_calls"), USE),
+    (f"{THINK}Sure {CALL}", ["<tool_call>", "re <"], "stop", ("Sure ", THOUGHTS, [ARGUMENTS], "tool_calls"), USE),
+    (f"{THINK}Hm. {CALL}", ".", "stop", ("Hm", THOUGHTS, [], "stop"), at(".")),
+    (f"xab{CALL}", ["ab", "xabc"], "stop", ("x", "", [], "stop"), at("ab")),
+    (f"xab{CALL}ab", ["bab", "b<"], "stop", ("xabab", "", [ARGUMENTS], "tool_calls"), USE),
+    # A stop string after whole calls does not undo them.
+    (f"{CALL}\n{CALL}\nSo. Bye.", ". ", "stop", ("\nSo", "", [ARGUMENTS] * 2, "tool_calls"), ("tool_use", ". ")),
+    # Calls that were cut off.
+    (CUT, ".", "length", ("", "", [CUT_ARGUMENTS], "length"), MAX),
+    (CUT, ".", "stop", ("", "", [CUT_ARGUMENTS], "stop"), END),
+    (f"{CALL}\n{CUT}", "\n", "length", ("", "", [ARGUMENTS, CUT_ARGUMENTS], "length"), MAX),
+    (f"{CALL.replace('}}', '')}x.", ["."], "stop", ("x", "", [f"{ARGUMENTS[:-1]}\n"], "stop"), at(".")),
+    (CALL.partition("}}")[0] + "}", ".", "length", ("", "", [ARGUMENTS], "length"), MAX),
+    (CALL[:-3], "</", "stop", ("", "", [ARGUMENTS], "tool_calls"), USE),
+    (f"So {CALL[:15]}", ["\n", "_"], "length", ("So ", "", [], "length"), MAX),
+    (f"So {CALL[:15]}", ["\n", "_"], "stop", ("So <tool", "", [], "stop"), at("_")),
+    # What looks like a call and is none is content.
+    ("<tool_call>\nno. call", ".", "stop", ("<tool_call>\nno", "", [], "stop"), at(".")),
+    ("x<tool_call>no", ["<tool_call>"], "stop", ("x", "", [], "stop"), at("<tool_call>")),
+    (UNKNOWN, ". y", "stop", (UNKNOWN.partition(". y")[0], "", [], "stop"), at(". y")),
+    (f"{BARE}, a call", ", a", "stop", (BARE, "", [], "stop"), at(", a")),
+    (f"{BARE}, a call", ".", "length", (BARE.partition(".")[0], "", [], "stop"), at(".")),
+    # Several stop strings, at the first token, in the middle of characters, over several tokens, in white space.
+    ("STOP it", ["STOP", "S it"], "stop", ("", "", [], "stop"), at("STOP")),
+    ("xabcd", ["abcd", "abc", "abcde"], "stop", ("x", "", [], "stop"), at("abc")),
+    ("日本語。\U0001f469", ["本語", "\U0001f469"], "stop", ("日", "", [], "stop"), at("本語")),
+    ("\n\n x", ["\n x"], "stop", ("\n", "", [], "stop"), at("\n x")),
+    ("\n\n", ["\n"], "stop", ("", "", [], "stop"), at("\n")),
+    ("Yes, it is n", ["is not", "no"], "length", ("Yes, it is n", "", [], "length"), MAX),
+])  # fmt: skip
 def test_stop_strings_end_the_content(model, text, stop, reason, expected, why):
     for steps in ((1,), (4, 1, 1000)):
         shown, *found = shown_everywhere(model, text, stop, reason, steps)
@@ -238,9 +227,8 @@ def test_calls_that_do_not_fit_a_grammar_are_searched(model):
     body = CHAT | {"tools": [{"type": "function", "function": function}], "stop": ". y"}
     for text, reason in ((BARE, "tool_calls"), (BARE.replace('"a"', '"b"'), "stop")):
         completion = model.parse_chat(body)
-        completion.choices[0].updates += answer_with(
-            model, completion, text, "length" if reason == "stop" else "stop", [2]
-        )
+        ends = "length" if reason == "stop" else "stop"
+        completion.choices[0].updates += answer_with(model, completion, text, ends, [2])
         choice = ResponseBuilder(model, completion).whole()["choices"][0]
         assert choice["finish_reason"] == reason
         assert choice["message"]["content"] == (text.partition(". y")[0] if reason == "stop" else None)

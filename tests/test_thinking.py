@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripted import served_model
 from servers import CONTEXT
-from test_tools import GLM_TEMPLATE, SOURCES, TEMPLATES, XML_TEMPLATE, function
+from test_tools import SOURCES, function, read_template
 
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, EngineOptions
@@ -63,10 +63,9 @@ def test_masks_of_random_tokens(begins_inside):
     for _ in range(200):
         budget = ThinkingBudget(chance.randint(0, 4), MARKS, END_IDS, begins_inside)
         limit, tokens = ThinkingLimit(budget, VOCABULARY), []
-        beginning = [2] if chance.random() < 0.5 else []  # the first mark
-        for token in beginning:
-            limit.accept(token)
-            tokens.append(token)
+        if chance.random() < 0.5:
+            tokens.append(2)  # the first mark
+            limit.accept(2)
         for _ in range(10):
             only = forced_token(budget, tokens)
             forced += only is not None
@@ -81,11 +80,8 @@ def test_masks_of_random_tokens(begins_inside):
             tokens.append(drafted[0] if only is None else only)
             assert limit.accept(tokens[-1]) is False
     assert forced > 200
-
-
-def test_the_highest_bit_of_a_word():
     limit = ThinkingLimit(ThinkingBudget(0, MARKS, (31, 32, 63), True), VOCABULARY)
-    assert allowed(limit, [31, 32]) == [{31}, {32}, {63}]
+    assert allowed(limit, [31, 32]) == [{31}, {32}, {63}], "the highest bit of a word"
 
 
 # ---------------------------------------------------------------- in the engine
@@ -95,17 +91,10 @@ class Pipe:
     """The pipe to the HTTP process: requests that wait, and the updates that are sent back."""
 
     def __init__(self, messages: list):
-        self.messages = messages
         self.updates = []
-
-    def poll(self, timeout: float) -> bool:
-        return bool(self.messages)
-
-    def recv(self):
-        return self.messages.pop()
-
-    def send(self, status):
-        self.updates += status.updates
+        self.recv = messages.pop
+        self.poll = lambda timeout: bool(messages)
+        self.send = lambda status: self.updates.extend(status.updates)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +114,7 @@ def answer(model, loaded, body: dict, drafts: bool = False):
     """(new tokens, thoughts, content, the number of calls) of the answer to a chat."""
     decoder, tokenizer, grammars = loaded
     (choice,) = model.parse_chat({"messages": [{"role": "user", "content": "Hi"}]} | body).choices
-    speculation = None
-    if drafts:
-        speculation = Speculation([RetrievalDraft([[*range(3, 131)] * 2])], 3, automatic=False)
+    speculation = Speculation([RetrievalDraft([[*range(3, 131)] * 2])], 3, automatic=False) if drafts else None
     engine = Engine(decoder, 1, CONTEXT, None, speculation, EngineOptions(64))
     pipe = Pipe([choice.text_request])
     server = EngineServer(engine, tokenizer, pipe, grammars)
@@ -149,14 +136,10 @@ def place_of(new_tokens: list[int], end_ids: tuple[int, ...]) -> int:
     return next(at for at in range(len(new_tokens)) if tuple(new_tokens[at : at + len(end_ids)]) == end_ids)
 
 
-def named(schema: dict) -> dict:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}}
-
-
 F = function("f", {"properties": {"x": {"enum": ["a", "bc"]}}, "required": ["x"], "additionalProperties": False})
 BODIES = {
     "plain": {"ignore_eos": True, "max_tokens": 30},
-    "schema": named({"enum": ["a", "bc"]}),
+    "schema": {"structured_outputs": {"json": {"enum": ["a", "bc"]}}},
     "call": {"tools": [F], "tool_choice": "required", "parallel_tool_calls": False},
 }
 
@@ -188,17 +171,13 @@ def test_thoughts_within_their_budget_are_as_without_it(model, loaded):
 # ---------------------------------------------------------------- templates and requests
 
 
-@pytest.mark.parametrize(
-    "source, end",
-    [
-        (SOURCES["qwen3"], "\n</think>\n\n"), (SOURCES["qwen3.5"], "\n</think>\n\n"), (GLM_TEMPLATE, "\n</think>\n\n"),
-        ((TEMPLATES / "deepseek-r1-distill.jinja").read_text(encoding="utf-8"), "\n</think>\n\n"),
-        ("{% for m in messages %}{{ m.thinking }}</think>\n{{ m.content }}{% endfor %}", "</think>\n"),
-        ("{% for m in messages %}[THINK]{{ m.reasoning }}[/THINK]{{ m.content }}{% endfor %}", "[/THINK]"),
-        ("{% for m in messages %}{{ m.thinking }} </think> {{ m.content }}{% endfor %}", "\n</think>\n\n"),
-        ("</think>{{ 1 / 0 }}", "\n</think>\n\n"), (XML_TEMPLATE, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("source, end", [
+    *((SOURCES[name], "\n</think>\n\n") for name in ("qwen3", "qwen3.5", "glm")), (SOURCES["xml"], None),
+    (read_template("deepseek-r1-distill"), "\n</think>\n\n"), ("</think>{{ 1 / 0 }}", "\n</think>\n\n"),
+    ("{% for m in messages %}{{ m.thinking }}</think>\n{{ m.content }}{% endfor %}", "</think>\n"),
+    ("{% for m in messages %}[THINK]{{ m.reasoning }}[/THINK]{{ m.content }}{% endfor %}", "[/THINK]"),
+    ("{% for m in messages %}{{ m.thinking }} </think> {{ m.content }}{% endfor %}", "\n</think>\n\n"),
+])  # fmt: skip
 def test_the_end_of_thoughts_is_that_of_the_template(checkpoints, source, end):
     files = read_tokenizer_files(checkpoints[None])
     files.template = source
@@ -212,7 +191,9 @@ def limit_of(model, **body) -> ThinkingBudget | None:
     return model.parse_chat({"messages": HI} | body).choices[0].text_request.thinking
 
 
-def test_requests_with_a_budget(model):
+def test_requests_with_a_budget(checkpoints, model):
+    other = served_model(checkpoints[None], SOURCES["qwen3"])  # whose prompt does not begin thoughts
+    assert limit_of(other, thinking_budget=0) == ThinkingBudget(0, MARKS, other.chat.thinking_end_ids, False)
     budget = ThinkingBudget(5, MARKS, model.chat.thinking_end_ids, True)
     assert limit_of(model, thinking_budget=5) == budget
     assert limit_of(model) is None and limit_of(model, thinking_budget=None) is None
@@ -225,14 +206,9 @@ def test_requests_with_a_budget(model):
         assert caught.value.param == "thinking_budget"
 
 
-def test_a_model_whose_prompt_does_not_begin_thoughts(checkpoints):
-    model = served_model(checkpoints[None], SOURCES["qwen3"])
-    assert limit_of(model, thinking_budget=0) == ThinkingBudget(0, MARKS, model.chat.thinking_end_ids, False)
-
-
 def test_a_model_without_thoughts_ignores_the_budget(checkpoints, capsys, monkeypatch):
     monkeypatch.setattr(Fields, "logged", set())
-    model = served_model(checkpoints[None], XML_TEMPLATE)
+    model = served_model(checkpoints[None], SOURCES["xml"])
     assert limit_of(model, thinking_budget=5) is limit_of(model, thinking_budget=5) is None
     assert capsys.readouterr().err.count("thinking_budget, which is ignored") == 1
 

@@ -6,8 +6,9 @@ calls must be parsed as these calls, however the text is cut, and must fit the g
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import transformers
@@ -18,12 +19,11 @@ from servers import CONTEXT
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-import server.chat_prompts
 import server.tools
 from checkpoint import read_config
 from grammar import GrammarTokenizer
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Content, Reasoning
-from server.anthropic import MessageBuilder, count_tokens, parse_message
+from server.anthropic import count_tokens, parse_message
 from server.api import ServedModel
 from server.openai_requests import ChatBody
 from server.openai_responses import KeptResponses, parse_response
@@ -43,7 +43,7 @@ from server.tools import (
     Tool,
     ToolFormat,
     find_tool_format,
-)
+)  # isort: skip  # fmt: skip
 from tokenizer import ChatTemplate, Tokenizer, read_tokenizer_files
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
@@ -55,18 +55,21 @@ def read_template(name: str) -> str:
     return (small if small.exists() else TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def an_object(*required: str, **properties) -> dict:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
 TOOL_SOURCES = {"hermes-3": read_template("hermes-3-tool-use")}
 SOURCES = {"hermes-3": read_template("openhermes-2.5")} | {name: read_template(name) for name in (
     "phi-4-mini", "smollm3", "mistral-args", "deepseek", "xml", "glm", "lfm2", "lfm2.5", "lfm2.5-calls", "qwen2.5",
     "qwen3", "qwen3.5", "qwen3-coder", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5",
     "gemma-2",
 )}  # fmt: skip
-GLM_TEMPLATE = SOURCES["glm"]
-XML_TEMPLATE = SOURCES["xml"]
 QWEN_XML = ToolFormat(
     "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", between="\n", more_openers=("<function=",),
     writes_text=False, parameters=ParameterFormat("<parameter=", ">\n", "\n</parameter>\n"),
 )  # fmt: skip
+JSON_CALLS = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")
 FORMATS = {
     "qwen3.5": QWEN_XML,
     "qwen3-coder": QWEN_XML,
@@ -75,15 +78,11 @@ FORMATS = {
         "<tool_call>", "\n", "</tool_call>", between="\n", writes_text=False,
         parameters=ParameterFormat("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
-    "lfm2": LFM2,
-    "lfm2.5": LFM2,
-    "lfm2.5-calls": replace(LFM2, in_content=False, writes_text=False),
-    "hermes-3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
+    "lfm2": LFM2, "lfm2.5": LFM2, "lfm2.5-calls": replace(LFM2, in_content=False, writes_text=False),
+    **dict.fromkeys(("hermes-3", "qwen2.5", "qwen3"), JSON_CALLS),
     "phi-4-mini": replace(PHI, tools_in="system"),
     "smollm3": replace(HERMES, tools_in="xml_tools"),
     "granite-3.3": GRANITE,
-    "qwen2.5": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
-    "qwen3": ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     "llama-3.1": ToolFormat('{"name": "', '", "parameters": ', "}", more_openers=("<|python_tag|>",)),
     "llama-3.2": ToolFormat('{"name": "', '", "parameters": ', "}"),
     "mistral-nemo": ToolFormat(
@@ -95,14 +94,12 @@ FORMATS = {
         null_content=True, text_arguments=True,
     ),
 }  # fmt: skip
-PYTHON_FORMATS = [name for name, format in FORMATS.items() if format.is_python]
 JSON_FORMATS = [name for name, format in FORMATS.items() if format.parameters is None and not format.is_python]
 ONE_BY_ONE = [name for name, format in FORMATS.items() if format.parameters is not None]
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
 SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>", *LFM2_MARKS]
 NAMES = ["get_weather", "f", "A-b_9"]
-POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/$defs/y"}}, "required": ["x"]}
-POINT |= {"$defs": {"y": {"enum": ["ä", "bc"]}}, "additionalProperties": False}
+POINT = an_object("x", x={"type": "integer"}, y={"$ref": "#/$defs/y"}) | {"$defs": {"y": {"enum": ["ä", "bc"]}}}
 TOOLS = [Tool("get_weather", {}), Tool("f", POINT, strict=True), Tool("A-b_9", {})]
 
 
@@ -146,8 +143,12 @@ def test_formats_are_found_from_templates(served, checkpoints):
     assert {name: served(name).chat.tool_format for name in SOURCES if name not in FORMATS} == {
         "openhermes-2.5": None, "gemma-2": None,
     }  # fmt: skip
-    others = ("{{ tools }}", "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}", "{{ 1 / 0 }}")
-    others += (read_template("ids"),)
+    others = [
+        "{{ tools }}",
+        "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}",
+        "{{ 1 / 0 }}",
+        read_template("ids"),
+    ]
     for source in others:
         plain = read_tokenizer_files(checkpoints[None])  # whose vocabulary has no marks of calls
         plain.template = source
@@ -169,7 +170,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-RANDOM_NAMES = st.from_regex(f"\\A{NAME_PATTERN}\\Z") | st.sampled_from(["name", "arguments", "tool_call", "ARGS", "-"])
+RANDOM_NAMES = st.from_regex(f"\\A{NAME_PATTERN}\\Z") | st.sampled_from(["name", "tool_call", "-", "n" * 128])
 CALLS = st.lists(st.tuples(RANDOM_NAMES, st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=4)
 # Text beside calls, in which no other call, end of calls or end of thoughts begins.
 BESIDE = st.lists(TEXTS.filter(lambda text: not any(mark in text for mark in MARKS)), max_size=3).map("".join)
@@ -219,19 +220,9 @@ def rendered_answer(model: ServedModel, content: str, calls: list[tuple]) -> str
     return text.rstrip()
 
 
-@dataclass
-class Written:
-    """An answer with calls, as the template of a model writes it, and its parts."""
-
-    text: str
-    calls: list[tuple]
-    thoughts: str
-    before: str
-    after: str
-
-
 @st.composite
-def answers_with_calls(draw, model: ServedModel) -> Written:
+def answers_with_calls(draw, model: ServedModel) -> tuple[str, list[tuple], str, str, str]:
+    """(an answer with calls as the template of a model writes it, the calls, thoughts, text before, text after)."""
     format = model.chat.tool_format
     calls = draw(CALLS)[: 1 if format.between is None else None]
     thoughts = draw(TEXTS.filter(lambda text: "</think>" not in text)) if model.chat.thinking else ""
@@ -245,29 +236,7 @@ def answers_with_calls(draw, model: ServedModel) -> Written:
         text = before + "".join(format.more_openers) + only_calls
     if thoughts:
         text = f"<think>\n{thoughts}\n</think>\n\n{text}"
-    return Written(text + after, calls, thoughts, before, after)
-
-
-def check_what_the_template_writes(model: ServedModel, data):
-    """The calls are parsed as they were, and written again as the same text; and so is the text beside them."""
-    written = data.draw(answers_with_calls(model))
-    places = data.draw(st.lists(st.integers(0, len(written.text)), max_size=12))
-    body = {"tools": [function(name) for name in dict.fromkeys(name for name, _ in written.calls)]}
-    messages = []
-    for pieces in ([written.text], cut(written.text, places), list(written.text)):
-        choice = answered(model, body, pieces)
-        assert choice["finish_reason"] == "tool_calls"
-        message = choice["message"]
-        message["tool_calls"] = [call["function"] for call in message["tool_calls"]]
-        messages.append(message)
-    message = messages[0]
-    assert message == messages[1] == messages[2]
-    calls = [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]]
-    assert json.dumps(calls) == json.dumps(written.calls)  # in which 1 and true are not equal
-    assert rendered_answer(model, "", calls) == rendered_answer(model, "", written.calls)
-    after = "" if model.chat.tool_format.between is None else written.after  # text after the only call is dropped
-    assert without_space(message["content"] or "") == without_space(written.before + after)
-    assert message.get("reasoning_content", "").strip() == written.thoughts.strip()
+    return text + after, calls, thoughts, before, after
 
 
 @pytest.mark.slow
@@ -275,7 +244,25 @@ def check_what_the_template_writes(model: ServedModel, data):
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_what_the_template_writes_is_parsed_as_these_calls(served, name, data):
-    check_what_the_template_writes(served(name), data)
+    """The calls are parsed as they were, and written again as the same text; and so is the text beside them."""
+    model = served(name)
+    text, expected, thoughts, before, after = data.draw(answers_with_calls(model))
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
+    body = {"tools": [function(name) for name in dict.fromkeys(name for name, _ in expected)]}
+    messages = []
+    for pieces in ([text], cut(text, places), list(text)):
+        choice = answered(model, body, pieces)
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        message["tool_calls"] = [call["function"] for call in message["tool_calls"]]
+        messages.append(message)
+    assert message == messages[0] == messages[1]
+    calls = [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]]
+    assert json.dumps(calls) == json.dumps(expected)  # in which 1 and true are not equal
+    assert rendered_answer(model, "", calls) == rendered_answer(model, "", expected)
+    after = "" if model.chat.tool_format.between is None else after  # text after the only call is dropped
+    assert without_space(message["content"] or "") == without_space(before + after)
+    assert message.get("reasoning_content", "").strip() == thoughts.strip()
 
 
 PARTS = [  # of which models may make any answer
@@ -286,55 +273,42 @@ PARTS = [  # of which models may make any answer
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
-@given(
-    st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PARTS), max_size=9),
-    st.lists(st.integers(0, 150), max_size=9), st.booleans(), st.sampled_from([None, 1]), st.booleans(),
-)  # fmt: skip
-@pytest.mark.slow
-def test_any_cut_of_any_answer_gives_the_same_events(name, parts, places, inside, most, bare):
-    """Also of answers that are malformed. Text is neither lost nor invented where there is no call."""
-    text = "".join(parts)
-    syntax = AnswerSyntax(("<think>", "</think>"), inside, FORMATS[name], frozenset(NAMES), most, bare)
-    events = events_of(syntax, [text])
-    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
-    if not any(event[0] is CallBegins for event in events):
-        assert without_marks("".join(event[-1] for event in events)) == without_marks(text)
-
-
-STOPS = [
-    ".", "\n", "<", "text", "ext", "xt<", "xt\n", "tool_call>", '"a"', "}", "]", ", ", "``", "\n\n", "f[", "</", 'x", ',
+TYPES = {"a": frozenset({"string"}), "b": frozenset({"integer"}), "c": frozenset({"string", "null"})}
+ONE_BY_ONE_PARTS = [
+    "<tool_call>", "\n", "<function=f>", "<function=f>\n<parameter=a>\n", "<function=", "f", "g", ">", "x",
+    "<parameter=a>\n", "<parameter=", "a", "b>", "<parameter=b>\n1\n</parameter>\n", "\n</parameter>", "</parameter>",
+    "<parameter=c>\nnull\n</parameter>", "</par", "</function>", "</function>\n</tool_call>", "</tool_call>",
+    "<tool_call>f\n", "<tool_call>f", "<arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "</arg_key>", "</arg_value>",
+    "</arg_value>\n", "<think>", "</think>", '{"name": "f", "arguments": {}}', "{", '"', "\\", " ", "nul", "<",
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
-    st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PARTS), max_size=9),
-    st.lists(st.integers(0, 150), max_size=9), st.booleans(), st.lists(st.sampled_from(STOPS), max_size=3),
+    st.sampled_from(sorted(FORMATS)), st.data(), st.lists(st.integers(0, 200), max_size=9), st.booleans(),
+    st.sampled_from([None, 1]), st.booleans(),
 )  # fmt: skip
 @pytest.mark.slow
-def test_stop_strings_end_the_content_of_any_answer(name, parts, places, inside, stop):
-    """The oracle searches each content of the whole answer. What is decided is not taken back."""
-    text = "".join(parts)
-    syntax = AnswerSyntax(("<think>", "</think>"), inside, FORMATS[name], frozenset(NAMES))
-    expected, at = [], None
-    for event in events_of(syntax, [text]):
-        at = min((event[-1].find(one) for one in stop if event[0] is Content and one in event[-1]), default=None)
-        expected.append(event if at is None else content(event[-1][:at]))
-        if at is not None:
-            break
-    for pieces in ([text], cut(text, places), list(text)):
-        parser, events, decided = AnswerParser(syntax, stop), [], [0]
-        for piece in pieces:
-            events += parser.add(piece)
-            decided.append(parser.decided)
-        events += parser.end()
-        assert joined(events) == [event for event in expected if event[-1] != ""]
-        assert decided == sorted(decided) and decided[-1] <= parser.decided <= len(text)
-        assert parser.stops.stopped == (at is not None)
-        if at is not None:
-            (shortest, *_) = sorted((one for one in stop if text.startswith(one, parser.decided)), key=len)
-            assert parser.stops.stop_string == shortest
+def test_any_cut_of_any_answer_gives_the_same_events(name, data, places, inside, most, bare):
+    parts = data.draw(st.lists(st.sampled_from(ONE_BY_ONE_PARTS if name in ONE_BY_ONE else PARTS), max_size=12))
+    marks = ("<think>", "</think>")
+    syntax = AnswerSyntax(marks, inside, FORMATS[name], frozenset(NAMES), most, bare, {"f": TYPES})
+    check_any_cut(syntax, "".join(parts), places)
+
+
+def check_any_cut(syntax: AnswerSyntax, text: str, places: list[int]):
+    """Also of answers that are malformed. Text is neither lost nor invented where there is no call, and the arguments
+    of whole calls that are not written in JSON are JSON."""
+    events = events_of(syntax, [text])
+    assert events == events_of(syntax, cut(text, places)) == events_of(syntax, list(text))
+    parser = AnswerParser(syntax)
+    parser.add(text)
+    parser.end()
+    if parser.has_whole_calls and (syntax.tools.parameters or syntax.tools.is_python):
+        arguments = [json.loads(event[2]) for event in events if event[0] is CallArguments]
+        assert all(isinstance(value, dict) for value in arguments) and len(arguments) == parser.calls
+    if parser.calls == 0:
+        assert without_marks("".join(event[-1] for event in events)) == without_marks(text)
 
 
 def without_marks(text: str) -> str:
@@ -355,39 +329,26 @@ def content(text):
     return (Content, None, text)
 
 
-@pytest.mark.parametrize(
-    "name, text, expected",
-    [
-        ("qwen2.5", "Hello <tool_call", [content("Hello <tool_call")]),
-        ("qwen2.5", "  ", [content("  ")]),
-        ("qwen2.5", f"\n{HERMES_CALL}\n ", [BEGIN, END]),
-        ("qwen2.5", f" Sure.\n{HERMES_CALL}\nDone. ", [content(" Sure.\n"), BEGIN, END, content("\nDone. ")]),
-        ("qwen2.5", CALL, [BEGIN, END]),
-        ("qwen2.5", f" ```json\n{CALL}\n```\n", [BEGIN, END]),
-        ("qwen2.5", f"{CALL} is a call", [content(f"{CALL} is a call")]),
-        ("qwen2.5", f"```json\n{CALL}\n``` is", [content(f"```json\n{CALL}\n``` is")]),
-        ("qwen2.5", '{"name": "f"}', [content('{"name": "f"}')]),
-        ("qwen2.5", '{"a": 1}', [content('{"a": 1}')]),
-        ("qwen2.5", CALL.replace("f", "g"), [content(CALL.replace("f", "g"))]),
-        ("qwen2.5", HERMES_CALL.replace('"f"', '"g"'), [content(HERMES_CALL.replace('"f"', '"g"'))]),
-        ("qwen2.5", HERMES_CALL.replace("}}", "}"), [BEGIN, END]),  # a brace is missing, as small models write
-        ("qwen2.5", f"{HERMES_CALL}x".replace("}}", "}"), [BEGIN, END, content("x")]),
-        ("qwen2.5", f"{HERMES_CALL}x".replace("}}", ""), [BEGIN, (CallArguments, 0, '{"a": 1\n'), content("x")]),
-        ("qwen2.5", "<tool_call>\n{'name': f}\n</tool_call>", [content("<tool_call>\n{'name': f}\n</tool_call>")]),
-        ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": ', [BEGIN, (CallArguments, 0, '{"a": ')]),
-        ("qwen2.5", f"<tool_call>{CALL}\n{CALL}</tool_call>", [BEGIN, END, *SECOND]),
-        ("qwen2.5", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}', [BEGIN, END]),
-        ("qwen2.5", '<tool_call>{"name": "f"}</tool_call>', [BEGIN, (CallArguments, 0, "{}")]),
-        ("llama-3.1", f"<|python_tag|>{CALL}; {CALL}", [BEGIN, END]),
-        ("llama-3.1", '{"type": "function", "name": "f", "parameters": {"a": 1}}', [BEGIN, END]),
-        ("llama-3.1", f"I call {CALL}", [content(f"I call {CALL}")]),
-        ("mistral-nemo", f"[TOOL_CALLS][{CALL}]", [BEGIN, END]),
-        ("mistral-nemo", "[TOOL_CALLS] is text", [content("[TOOL_CALLS] is text")]),
-        ("mistral-args", f"Hm.[TOOL_CALLS]f[ARGS]{ARGUMENTS}", [content("Hm."), BEGIN, END]),
-        ("mistral-args", f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}", [content(f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}")]),
-        ("mistral-args", "[TOOL_CALLS]" + "f" * 300, [content("[TOOL_CALLS]" + "f" * 300)]),
-    ],
-)
+@pytest.mark.parametrize("name, text, expected", [
+    ("qwen2.5", f" Sure.\n{HERMES_CALL}\nDone. ", [content(" Sure.\n"), BEGIN, END, content("\nDone. ")]),
+    ("qwen2.5", CALL, [BEGIN, END]),
+    ("qwen2.5", f" ```json\n{CALL}\n```\n", [BEGIN, END]),
+    ("qwen2.5", f"{CALL} is a call", [content(f"{CALL} is a call")]),
+    ("qwen2.5", '{"name": "f"}', [content('{"name": "f"}')]),
+    ("qwen2.5", HERMES_CALL.replace('"f"', '"g"'), [content(HERMES_CALL.replace('"f"', '"g"'))]),
+    ("qwen2.5", HERMES_CALL.replace("}}", "}"), [BEGIN, END]),  # a brace is missing, as small models write
+    ("qwen2.5", f"{HERMES_CALL}x".replace("}}", ""), [BEGIN, (CallArguments, 0, '{"a": 1\n'), content("x")]),
+    ("qwen2.5", "<tool_call>\n{'name': f}\n</tool_call>", [content("<tool_call>\n{'name': f}\n</tool_call>")]),
+    ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": ', [BEGIN, (CallArguments, 0, '{"a": ')]),
+    ("qwen2.5", f"<tool_call>{CALL}\n{CALL}</tool_call>", [BEGIN, END, *SECOND]),
+    ("qwen2.5", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}', [BEGIN, END]),
+    ("qwen2.5", '<tool_call>{"name": "f"}</tool_call>', [BEGIN, (CallArguments, 0, "{}")]),
+    ("llama-3.1", f"<|python_tag|>{CALL}; {CALL}", [BEGIN, END]),
+    ("llama-3.1", '{"type": "function", "name": "f", "parameters": {"a": 1}}', [BEGIN, END]),
+    ("llama-3.1", f"I call {CALL}", [content(f"I call {CALL}")]),
+    ("mistral-args", f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}", [content(f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}")]),
+    ("mistral-args", "[TOOL_CALLS]" + "f" * 300, [content("[TOOL_CALLS]" + "f" * 300)]),
+])  # fmt: skip
 def test_what_models_write(name, text, expected):
     format = FORMATS[name]
     syntax = AnswerSyntax(tools=format, names=frozenset(NAMES), max_calls=1 if format.between is None else None)
@@ -407,9 +368,6 @@ def test_thoughts_are_told_apart():
         (AnswerSyntax(), "<think>a</think>", [content("<think>a</think>")]),
     ):
         assert events_of(syntax, [text]) == events_of(syntax, list(text)) == expected
-    syntax = AnswerSyntax(marks, tools=FORMATS["qwen3"], names=frozenset(NAMES))
-    text = f"<think>I call {HERMES_CALL}</think>\n\n{HERMES_CALL}"
-    assert events_of(syntax, list(text)) == [(Reasoning, None, f"I call {HERMES_CALL}"), BEGIN, END]
 
 
 def test_plain_text_is_not_held_back():
@@ -424,6 +382,7 @@ def test_plain_text_is_not_held_back():
 def test_a_long_hostile_answer_is_parsed_in_time():
     """The parser reads each character a bounded number of times: what looked like a call is not read again."""
     hostile = {"qwen2.5": "<tool_call>{", "mistral-nemo": "[TOOL_CALLS][{", "mistral-args": "[TOOL_CALLS]"}
+    hostile |= {"qwen3.5": "<tool_call>\n<function=f>\n<parameter", "qwen3-coder": "<function="}
     for name, text in hostile.items():
         syntax = AnswerSyntax(tools=FORMATS[name], names=frozenset(NAMES))
         answer = text * 5_000
@@ -433,6 +392,13 @@ def test_a_long_hostile_answer_is_parsed_in_time():
 
 
 # ---------------------------------------------------------------- grammars
+
+
+def source_of(model: ServedModel, name: str, tools: list[Tool], several: bool = True, free: bool = False) -> str:
+    """The grammar of calls of these tools, or of free text with such calls."""
+    grammar = ToolGrammar(FORMATS[name], tools, model.chat.special_tokens, several)
+    start = grammar.text_with_calls() if free else grammar.calls()
+    return "\n".join([f"start: {start}", r"TEXT: /(.|\n)*/", *grammar.rules])
 
 
 def fits(model: ServedModel, compiler, source: str, text: str) -> bool:
@@ -447,44 +413,31 @@ NOT_FITTING = [{}, {"x": "one"}, {"x": 1, "y": "no"}, {"x": 1, "z": 1}]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_fit_their_grammar_if_their_arguments_do(served, compiler, name):
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("free", [True, False])
+def test_calls_fit_their_grammar_if_their_arguments_do(served, compiler, name, several, free):
+    """Alone if a call is required, and within any other text if only a tool is strict."""
     model, format = served(name), FORMATS[name]
-    special = model.chat.special_tokens
-    several = ToolGrammar(format, TOOLS, special, True)
-    rules = "\n".join([r"TEXT: /(.|\n)*/", *several.rules])
-    source = f"start: {several.calls()}\n{rules}"
+    source = source_of(model, name, TOOLS, several, free)
+
+    def fit(text: str) -> bool:
+        return fits(model, compiler, source, text)
+
     for arguments in FITTING + NOT_FITTING:
         text = rendered_answer(model, "", [("f", arguments)])
-        assert fits(model, compiler, source, text) == (arguments in FITTING), text
-    assert fits(model, compiler, source, rendered_answer(model, "", [("A-b_9", {"anything": [1]})]))
-    assert not fits(model, compiler, source, rendered_answer(model, "", [("unknown", {})]))
-    assert not fits(model, compiler, source, "Hello") and not fits(model, compiler, source, "")
-    if format.between is not None:
-        both = rendered_answer(model, "", [("f", FITTING[0]), ("get_weather", {})])
-        one = ToolGrammar(format, TOOLS, special, False)
-        assert fits(model, compiler, source, both)
-        only_one = "\n".join([f"start: {one.calls()}", r"TEXT: /(.|\n)*/", *one.rules])
-        assert not fits(model, compiler, only_one, both)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_strict_tools_leave_other_text_free(served, compiler, name):
-    model, format = served(name), FORMATS[name]
-    for several in (True, False):
-        grammar = ToolGrammar(format, TOOLS, model.chat.special_tokens, several)
-        answer = grammar.text_with_calls()
-        source = "\n".join([f"start: {answer}", r"TEXT: /(.|\n)*/", *grammar.rules])
-        for text in ("", "Hello.\n\nI <tool> [1] ä", "\n x"):
-            assert fits(model, compiler, source, text)
-        for arguments in FITTING + NOT_FITTING:
-            text = rendered_answer(model, "", [("f", arguments)])
-            assert fits(model, compiler, source, text) == (arguments in FITTING), text
-        if format.openers and not format.more_openers:
-            called = rendered_answer(model, "", [("f", FITTING[0])])
-            assert fits(model, compiler, source, "Sure. " + called)
-            assert not fits(model, compiler, source, format.openers[0] + " no call")
-            both = rendered_answer(model, "", [("f", FITTING[0]), ("get_weather", {})])
-            assert fits(model, compiler, source, both) == several
+        assert fit(text) == (arguments in FITTING), text
+    assert fit(rendered_answer(model, "", [("A-b_9", {"anything": [1]})]))
+    for text in ("", "Hello.\n\nI <tool> [1] ä", "\n x"):
+        assert fit(text) == free
+    is_marked = bool(format.openers) and not format.more_openers
+    may_be_several = is_marked if free else format.between is not None
+    if not free or is_marked:
+        assert not fit(rendered_answer(model, "", [("unknown", {})]))
+    both = [("f", FITTING[0]), ("get_weather", {})]
+    if may_be_several:
+        assert fit(rendered_answer(model, "", both)) == several
+    if free and is_marked:
+        assert fit("Sure. " + rendered_answer(model, "", both[:1])) and not fit(format.openers[0] + " no call")
 
 
 # ---------------------------------------------------------------- requests and responses
@@ -501,17 +454,14 @@ REQUEST = {"messages": [QUESTION], "tools": [function("get_weather"), function("
 def answered(model: ServedModel, body: dict, pieces: list[str]) -> dict:
     """The response to a request whose answer is text in pieces. It is checked that the stream has the same."""
 
-    def updates(completion):
-        last = len(pieces) - 1
-        reasons = ["stop" if i == last else None for i in range(len(pieces))]
-        return [Update(0, text, i + 1, finish_reason=reason) for i, (text, reason) in enumerate(zip(pieces, reasons))]
-
+    reasons = [None] * (len(pieces) - 1) + ["stop"]
+    updates = [Update(0, text, i + 1, finish_reason=reason) for i, (text, reason) in enumerate(zip(pieces, reasons))]
     completion = model.parse_chat(REQUEST | body)
-    completion.choices[0].updates += updates(completion)
+    completion.choices[0].updates += updates
     whole = ResponseBuilder(model, completion).whole()["choices"][0]
     streamed = model.parse_chat(REQUEST | body | {"stream": True})
     builder = ResponseBuilder(model, streamed)
-    chunks = [chunk for update in updates(streamed) for chunk in builder.chunks(streamed.choices[0], update)]
+    chunks = [chunk for update in updates for chunk in builder.chunks(streamed.choices[0], update)]
     parts = [chunk["choices"][0] for chunk in chunks]
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [whole["finish_reason"]]
     assert parts[0]["delta"]["role"] == "assistant" and not any("role" in part["delta"] for part in parts[1:])
@@ -524,7 +474,6 @@ def answered(model: ServedModel, body: dict, pieces: list[str]) -> dict:
                 assert call["id"].startswith("call_") and call["function"]["arguments"] == ""
                 message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
             else:
-                assert call.keys() == {"index", "function"}
                 message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
     found = whole["message"]
     assert message == {
@@ -535,19 +484,11 @@ def answered(model: ServedModel, body: dict, pieces: list[str]) -> dict:
     return whole
 
 
-def test_responses_with_calls_streamed_and_whole(served):
+def test_parallel_tool_calls_and_requests_without_tools(served):
     model = served("qwen3")
-    text = f"<think>\nHm.\n</think>\n\nSure.{HERMES_CALL}\n{HERMES_CALL.replace('f', 'get_weather', 1)}"
-    for pieces in ([text], list(text), cut(text, [9, 31, 60, 77, 78, 110])):
-        choice = answered(model, {}, pieces)
-        message = choice["message"]
-        assert (message["content"], message["reasoning_content"]) == ("Sure.", "\nHm.\n")
-        calls = [(call["type"], call["function"]) for call in message["tool_calls"]]
-        names = ["f", "get_weather"]
-        assert calls == [("function", {"name": name, "arguments": ARGUMENTS}) for name in names]
-        assert choice["finish_reason"] == "tool_calls"
-    only_call = answered(model, {"parallel_tool_calls": False}, list(text.partition("Sure.")[2]))["message"]
+    only_call = answered(model, {"parallel_tool_calls": False}, list(f"{HERMES_CALL}\n{HERMES_CALL}"))["message"]
     assert only_call["content"] is None and len(only_call["tool_calls"]) == 1
+    assert only_call["tool_calls"][0]["type"] == "function"
     for body in ({"tool_choice": "none"}, {"tools": []}):
         plain = answered(model, body, list(HERMES_CALL))
         assert plain["message"] == {"role": "assistant", "content": HERMES_CALL, "refusal": None}
@@ -563,38 +504,21 @@ def test_strict_calls_without_marks_are_calls_if_they_fit(served, name):
     for arguments in FITTING + NOT_FITTING:
         text = json.dumps({"name": "f", "arguments": arguments}, indent=2, ensure_ascii=False)
         thoughts = "Hm.</think>" if name == "inside" else ""
-        for pieces in (list(thoughts + text), [f"{thoughts}```json\n", text, "\n```"]):
-            choice = answered(model, body, pieces)
-            assert (choice["finish_reason"] == "tool_calls") == (arguments in FITTING), (name, pieces)
-            if arguments in NOT_FITTING:
-                assert choice["message"]["content"] == "".join(pieces).removeprefix(thoughts)
+        for answer in (text, f"```json\n{text}\n```"):
+            choice = answered(model, body, list(thoughts + answer))
+            assert (choice["finish_reason"] == "tool_calls") == (arguments in FITTING), (name, answer)
+            assert choice["message"]["content"] == (None if arguments in FITTING else answer)
     for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
         text = '{"name": "f", "arguments": {"x": 1}}'
         assert answered(model, body | fields, [thoughts + text])["message"]["content"] == text
-
-
-def test_an_answer_begins_inside_thoughts_if_the_prompt_ends_with_their_mark(served):
-    source = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if no %}</think>{% endif %}{# </think> #}"
-    model, body = served(source), {"tools": []}
-    assert answered(model, body, list("a</think> b"))["message"]["reasoning_content"] == "a"
-    body |= {"chat_template_kwargs": {"no": True}, "response_format": {"type": "json_object"}}
-    completion = model.parse_chat(REQUEST | body)
-    assert "thoughts" not in completion.choices[0].text_request.grammar
-    body["chat_template_kwargs"] = {"no": False, "messages": 5, "self": 5}
-    completion = model.parse_chat(REQUEST | body)
-    grammar = completion.choices[0].text_request.grammar
-    assert fits(model, model.grammars.compiler, grammar, "{ a</think>\n\n{}")
-    assert not fits(model, model.grammars.compiler, grammar, "{}")
 
 
 @pytest.mark.slow
 def test_thoughts_come_before_what_a_grammar_asks_for(served):
     model, calls = served("qwen3"), "<tool_call>\n" + '{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     for body, text, refused in (
-        ({"response_format": {"type": "json_object"}, "tools": []}, "{}", "Hello"),
         ({"response_format": {"type": "json_object"}}, "{}", "Hello"),
         ({"response_format": {"type": "json_object"}}, calls, calls.replace("1", "null")),
-        ({"tool_choice": "required"}, calls, "{}"),
         ({"tool_choice": "required"}, f"{calls}\n{calls}", f"{calls}{calls}"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, calls, f"{calls}\n{calls}"),
         ({"tool_choice": function("f")}, calls, f"{calls}\n{calls}"),
@@ -616,9 +540,8 @@ def test_thoughts_come_before_what_a_grammar_asks_for(served):
 def test_prompts_with_and_without_tools_equal_transformers(served, files, name):
     """A second template is used for requests with tools only. transformers takes SmolLM3's tools under another name."""
     model, place = served(name), FORMATS[name].tools_in
-    oracle = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(files / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
-    )
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(files / "tokenizer.json"), **names)
     second = {"tool_use": TOOL_SOURCES[name]} if name in TOOL_SOURCES else {}
     oracle.chat_template = {"default": SOURCES[name]} | second
     schema = {"type": "object", "properties": {"x": {"type": "integer", "description": "an x"}}, "required": ["x"]}
@@ -665,15 +588,11 @@ def test_calls_and_results_in_the_history(served, name):
     assert refused(model, REQUEST | {"messages": by_user}) == "messages[1].tool_calls"
     for calls, param in (
         (5, ""), ([{"id": "a"}], "[0].function"), ([call | {"id": 5}], "[0].id"),
-        ([call | {"function": 5}], "[0].function"),
         ([call | {"function": called | {"name": 'a"\n'}}], "[0].function.name"),
     ):  # fmt: skip
         body = REQUEST | {"messages": [QUESTION, messages[1] | {"tool_calls": calls}, messages[2]]}
         assert refused(model, body) == f"messages[1].tool_calls{param}"
     assert refused(model, REQUEST | {"messages": messages[:2]}) == "messages"
-    assert refused(model, REQUEST | {"messages": [*messages[:2], messages[2] | {"tool_call_id": 5}]}) == (
-        "messages[2].tool_call_id"
-    )
 
 
 NO_JSON = [
@@ -708,16 +627,11 @@ def test_arguments_that_are_no_object_are_passed_on_as_text(served, name):
         assert model.chat.read_conversation(ChatBody.read({"messages": with_arguments(arguments)})).text == empty
 
 
-@pytest.mark.parametrize("name, module", [("smollm3", server.chat_prompts), ("deepseek", server.tools)])
-def test_arguments_that_are_nested_too_deeply_to_be_written(served, name, module, monkeypatch):
+def test_arguments_that_are_nested_too_deeply_to_be_written(served, monkeypatch):
     """Python may read a body that it cannot write again where less of the stack is left."""
-
-    def fail(arguments):
-        raise RecursionError
-
-    monkeypatch.setattr(module, "json_text", fail)
+    monkeypatch.setattr(server.tools, "json_text", Mock(side_effect=RecursionError))
     with pytest.raises(ApiError, match="nested too deeply") as caught:
-        served(name).chat.read_conversation(ChatBody.read({"messages": with_arguments("{}")}))
+        served("deepseek").chat.read_conversation(ChatBody.read({"messages": with_arguments("{}")}))
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
@@ -728,10 +642,9 @@ WALKING = """{% for t in tools or [] %}{{ t.function.name }}{% endfor %}
 {%- for key, value in WALK %}{{ ', ' if not loop.first }}"{{ key }}": {{ value | tojson }}{% endfor %}{{ '}}' }}
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}"""
-WALKS = ["arguments.items()", "(arguments.items() if arguments is mapping else [])"]  # writes nothing for a text
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("walk", ["arguments.items()", "(arguments.items() if arguments is mapping else [])"])
 def test_a_template_that_walks_through_arguments_gets_the_text_as_one(served, walk):
     model = served(WALKING.replace("WALK", walk))
     assert model.chat.tool_format is not None and not model.chat.tool_format.writes_text
@@ -742,12 +655,9 @@ def test_a_template_that_walks_through_arguments_gets_the_text_as_one(served, wa
     assert '"arguments": {"a": 1, "b": "x"}' in text and '"arguments": {}' in text
 
 
-def named_tool(name: str) -> dict:
-    return {"type": "function", "function": {"name": name}}
-
-
 def allowed(mode: str, *names: str) -> dict:
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named_tool(name) for name in names]}}
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def test_allowed_tools(served, compiler):
@@ -761,8 +671,7 @@ def test_allowed_tools(served, compiler):
         assert message.request.prompt == plain.request.prompt
         for name, call in calls.items():
             assert fits(model, compiler, message.grammar, call) == (name in names)
-            both = f"{call}\n{call}"
-            assert fits(model, compiler, message.grammar, both) == (name in names)
+            assert fits(model, compiler, message.grammar, f"{call}\n{call}") == (name in names)
         assert fits(model, compiler, message.grammar, "Hello") == (mode == "auto")
     body = {"tool_choice": allowed("auto", "f")}
     assert answered(model, body, list(calls["f"]))["finish_reason"] == "tool_calls"
@@ -772,20 +681,9 @@ def test_allowed_tools(served, compiler):
     for choice in (
         allowed("auto"), allowed("none", "f"), allowed("auto", "g"), {"type": "allowed_tools"},
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": {"f": 1}}},
         {"type": "allowed_tools", "allowed_tools": ["f"]}, {"type": "custom", "custom": {"name": "f"}},
     ):  # fmt: skip
         assert refused(model, REQUEST | {"tool_choice": choice}).startswith("tool_choice")
-
-
-def test_names_of_128_characters(served, compiler):
-    for name in ("qwen2.5", "mistral-args", "llama-3.1", "deepseek", "lfm2"):
-        model, long = served(name), "n" * 128
-        body = {"tools": [function(long, POINT)], "tool_choice": "required"}
-        text = rendered_answer(model, "", [(long, {"x": 1})])
-        choice = answered(model, body, list(text))
-        assert choice["message"]["tool_calls"][0]["function"]["name"] == long
-        assert fits(model, compiler, model.parse_chat(REQUEST | body).choices[0].text_request.grammar, text)
 
 
 def refused(model: ServedModel, body: dict) -> str:
@@ -799,34 +697,30 @@ def refused(model: ServedModel, body: dict) -> str:
 DEEP = json.loads('{"not":' * 140 + "{}" + "}" * 140)
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": "f"}]}, "tools[0].function"),
-        *(({"tools": [function(name)]}, "tools[0].function.name") for name in ('a"b', "a\nb", "", "x" * 129, "é", 5)),
-        ({"tools": [function("f", ["x"])]}, "tools[0].function.parameters"),
-        ({"tools": [function("f", {"type": "string"})]}, "tools[0].function.parameters"),
-        ({"tools": [function("f", description=5)]}, "tools[0].function.description"),
-        *(({"tools": [function("f", strict=strict)]}, "tools[0].function.strict") for strict in (1, "")),
-        ({"tools": [function("f")] * 2}, "tools"), ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
-        ({"tools": [function("f", DEEP, strict=True)]}, "tools"),
-        ({"tools": [function("f", {"properties": {"a": {"type": "x"}}}, strict=True)]}, "tools"),
-        ({"tools": [function("f", {"enum": ["x" * 300_000]}, strict=True)]}, "messages"),  # does not fit the context
-        ({"tools": [function("f", description="\ud800")]}, "messages"),
-        ({"tool_choice": "always"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": ["g"]}}}, "tool_choice.function.name"),
-        ({"tool_choice": ["auto"]}, "tool_choice"), ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls"), ({"functions": [{"name": "f"}]}, "functions"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, param", [
+    ({"tools": [5]}, "tools[0]"), ({"tools": {}}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": "f"}]}, "tools[0].function"),
+    *(({"tools": [function(name)]}, "tools[0].function.name") for name in ('a"b', "", "x" * 129, "é", 5)),
+    *(({"tools": [function("f", schema)]}, "tools[0].function.parameters") for schema in (["x"], {"type": "string"})),
+    ({"tools": [function("f", description=5)]}, "tools[0].function.description"),
+    ({"tools": [function("f", strict=1)]}, "tools[0].function.strict"),
+    ({"tools": [function("f")] * 2}, "tools"), ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
+    ({"tools": [function("f", DEEP, strict=True)]}, "tools"),
+    ({"tools": [function("f", {"properties": {"a": {"type": "x"}}}, strict=True)]}, "tools"),
+    ({"tools": [function("f", {"enum": ["x" * 300_000]}, strict=True)]}, "messages"),  # does not fit the context
+    ({"tools": [function("f", description="\ud800")]}, "messages"),
+    ({"tool_choice": "always"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    *(({"tool_choice": {"type": "function", "function": {"name": name}}}, param)
+      for name, param in (("g", "tool_choice"), (["g"], "tool_choice.function.name"))),
+    ({"tool_choice": ["auto"]}, "tool_choice"), ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"), ({"functions": [{"name": "f"}]}, "functions"),
+])  # fmt: skip
 def test_requests_that_are_refused(served, fields, param):
     assert refused(served("qwen2.5"), REQUEST | fields) == param
 
 
 MAIL = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"}
-OTHER = {"type": "object", "properties": {"a": MAIL}, "required": ["a"], "additionalProperties": False}
+OTHER = an_object("a", a=MAIL)
 
 
 def call_of(name: str, arguments: str) -> str:
@@ -881,46 +775,37 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [{"id": "call0000
 RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "result four"}
 CONVERSATIONS = {
     "two at the beginning": [*SYSTEM[:2], USER],
-    "three at the beginning": [*SYSTEM, USER],
-    "a later one": [SYSTEM[0], USER, ANSWER, SYSTEM[1], LAST],
+    "later ones": [SYSTEM[0], USER, SYSTEM[1], SYSTEM[2], ANSWER, SYSTEM[2] | {"content": "late"}, LAST],
     "one at the end": [USER, ANSWER, LAST, SYSTEM[0]],
-    "one after the first message": [USER, SYSTEM[1], ANSWER, LAST],
-    "two later ones": [SYSTEM[0], USER, SYSTEM[1], SYSTEM[2], ANSWER, LAST],
     "nothing else": [SYSTEM[0]],
     "no message of the user": [SYSTEM[0], ANSWER, SYSTEM[1]],
 }
-AFTER_COMPACTION = {
-    "a call and its result": [SYSTEM[0], CALLING, RESULT],
-    "the same with a later message": [SYSTEM[0], CALLING, RESULT, SYSTEM[1]],
+WITH_RESULTS = {
+    "qwen3.5": {"after compaction": [SYSTEM[0], CALLING, RESULT, SYSTEM[1]]},
+    "mistral-nemo": {"after a result": [SYSTEM[0], USER, CALLING, RESULT, SYSTEM[1]]},
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3.5", "qwen3", "qwen2.5", "llama-3.1", "mistral-nemo", "gemma-2", "smollm3", "r1-distill"]
-)
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3", "llama-3.1", "mistral-nemo", "gemma-2", "smollm3", "r1-distill"])
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_system_messages_anywhere(checkpoints, name, with_tools):
     """Each text is in the prompt once, in the order of the messages. A template that takes them is not touched."""
-    source = SOURCES.get(name) or (TEMPLATES / "deepseek-r1-distill.jinja").read_text(encoding="utf-8")
-    model = served_model(checkpoints[None], source)
+    model = served_model(checkpoints[None], SOURCES.get(name) or read_template("deepseek-r1-distill"))
     with_tools = with_tools and model.chat.tool_format is not None
-    cases = CONVERSATIONS | (AFTER_COMPACTION if with_tools and name == "qwen3.5" else {})
-    if with_tools and name == "mistral-nemo":
-        cases = cases | {"after a result": [SYSTEM[0], USER, CALLING, RESULT, SYSTEM[1]]}
-    for case, messages in cases.items():
+    for case, messages in (CONVERSATIONS | (WITH_RESULTS.get(name, {}) if with_tools else {})).items():
         body = {"messages": messages} | ({"tools": [FIRST_TOOL]} if with_tools else {})
         prompt = model.tokenizer.decode(engine_prompt(model.parse_chat(body)))
         texts = [message["content"] for message in messages if message["content"]]
         assert [prompt.count(text) for text in texts] == [1] * len(texts), case
         places = [prompt.index(text) for text in texts]
-        if name in ("qwen3.5", "qwen3", "qwen2.5"):
+        if name in ("qwen3.5", "qwen3"):
             assert places == sorted(places), case
         plain = [message | {"role": message["role"].replace("developer", "system")} for message in messages]
-        if not with_tools and name in ("qwen2.5", "qwen3"):
+        if not with_tools and name == "qwen3":
             assert prompt == model.tokenizer.decode(model.chat.template.encode_text(model.template.render(plain)))
 
 
-FIRST_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+FIRST_TOOL = function("f", {"type": "object", "properties": {}})
 
 
 def engine_prompt(completion) -> list[int]:
@@ -944,10 +829,8 @@ def test_system_messages_in_all_apis(checkpoints):
 def test_a_system_message_stays_one_where_users_must_alternate(checkpoints):
     """Only the later one becomes a part of the user's message."""
     source = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
-    source += (
-        "{% endif %}{% if loop.index0 and m.role == loop.previtem.role %}{{ raise_exception('twice') }}{% endif %}"
-    )
-    model = served_model(checkpoints[None], source + "{{ m.role ~ ': ' ~ m.content ~ '|' }}{% endfor %}")
+    source += "{% endif %}{% if loop.index0 and m.role == loop.previtem.role %}{{ raise_exception('twice') }}"
+    model = served_model(checkpoints[None], source + "{% endif %}{{ m.role ~ ': ' ~ m.content ~ '|' }}{% endfor %}")
     prompt = engine_prompt(model.parse_chat({"messages": [SYSTEM[0], USER, SYSTEM[2]]}))
     assert model.tokenizer.decode(prompt) == "system: system 0 .|user: question one\n\nsystem 2 .|"
 
@@ -963,22 +846,17 @@ def test_what_no_variant_mends_is_refused_with_the_first_reason(checkpoints):
 
 BAD_CALL = HERMES_CALL.replace("{", "{'").replace("{'", "{", 1)  # its arguments are not JSON
 NO_CALL = HERMES_CALL.replace('"f"', '"g"')
-IN_THOUGHTS = [
+
+
+@pytest.mark.parametrize("text, expected", [
     (f"I call {HERMES_CALL}", [(Reasoning, None, "I call "), BEGIN, END]),
-    (f"I call\n{HERMES_CALL}\n{HERMES_CALL}\n", [(Reasoning, None, "I call\n"), BEGIN, END, *SECOND]),
-    ("about <tool_call> marks", [(Reasoning, None, "about <tool_call> marks")]),
-    (f"<tool_call> or {HERMES_CALL}", [(Reasoning, None, "<tool_call> or "), BEGIN, END]),
+    (f"<tool_call> or\n{HERMES_CALL}\n{HERMES_CALL}\n", [(Reasoning, None, "<tool_call> or\n"), BEGIN, END, *SECOND]),
     (f"{HERMES_CALL}</think>\n\nok", [(Reasoning, None, HERMES_CALL), content("ok")]),
     (f"a {HERMES_CALL} b</think>{HERMES_CALL}", [(Reasoning, None, f"a {HERMES_CALL} b"), BEGIN, END]),
     (f"{HERMES_CALL} then", [BEGIN, END, (Reasoning, None, " then")]),
-    (NO_CALL, [(Reasoning, None, NO_CALL)]),
-    (HERMES_CALL[:40], [(Reasoning, None, HERMES_CALL[:40])]),
+    *((text, [(Reasoning, None, text)]) for text in (NO_CALL, HERMES_CALL[:40], "about <tool_call> marks")),
     (f"{BAD_CALL}{HERMES_CALL}", [(Reasoning, None, BAD_CALL), BEGIN, END]),
-    (f"\n<tool_call>{HERMES_CALL}", [(Reasoning, None, "\n<tool_call>"), BEGIN, END]),
-]
-
-
-@pytest.mark.parametrize("text, expected", IN_THOUGHTS)
+])  # fmt: skip
 @pytest.mark.parametrize("begins_inside", [True, False])
 def test_calls_in_thoughts_that_are_not_closed(text, expected, begins_inside):
     """They are calls, for any cutting of the answer; after closed thoughts, or if tokens ran out, they are thoughts."""
@@ -1007,9 +885,7 @@ def test_the_finish_reason_of_a_call_in_thoughts(checkpoints):
 # ---------------------------------------------------------------- arguments that are nearly JSON
 
 NEARLY_JSON = [  # what a model writes, and the arguments
-    ('{"a": "x\ny"}', {"a": "x\ny"}),
     ('{"a": "x\r\n\ty\x01"}', {"a": "x\r\n\ty\x01"}),
-    ('{"a": 1,}', {"a": 1}),
     ('{"a": [1, 2, ], "b": {"c": "d",\n},\n}', {"a": [1, 2], "b": {"c": "d"}}),
     (r'{"a": "\d+ \_ \\ \" it\'s \u00e9 \n"}', {"a": "\\d+ \\_ \\ \" it's \u00e9 \n"}),
     ('{"a": "x, }", "b": ",]"}', {"a": "x, }", "b": ",]"}),
@@ -1031,7 +907,6 @@ CALLS_WITH = {  # the template, and a call with these arguments as its models wr
 @pytest.mark.parametrize("written, arguments", NEARLY_JSON)
 def test_arguments_that_are_nearly_json(checkpoints, name, written, arguments):
     """They are JSON for the client, for any cutting of the answer, whole and streamed."""
-    assert written.isprintable() or "\n" in written
     model = served_model(checkpoints[None], SOURCES[name])
     text = CALLS_WITH[name].replace("ARGUMENTS", written)
     for pieces in ([text], list(text), [text[i : i + 5] for i in range(0, len(text), 5)]):
@@ -1041,22 +916,21 @@ def test_arguments_that_are_nearly_json(checkpoints, name, written, arguments):
         assert (call["function"]["name"], choice["finish_reason"]) == ("f", "tool_calls")
 
 
+def whole_answer(model: ServedModel, text: str) -> dict:
+    completion = model.parse_chat(REQUEST)
+    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
+    return ResponseBuilder(model, completion).whole()["choices"][0]
+
+
 @pytest.mark.parametrize("name", CALLS_WITH)
 @pytest.mark.parametrize("written", BROKEN_JSON)
 def test_arguments_that_are_no_json(checkpoints, name, written):
     """The answer has content instead of the call, and does not finish with tool_calls."""
     model = served_model(checkpoints[None], SOURCES[name])
     text = CALLS_WITH[name].replace("ARGUMENTS", written)
-    completion = model.parse_chat(REQUEST)
-    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
-    (choice,) = ResponseBuilder(model, completion).whole()["choices"]
+    choice = whole_answer(model, text)
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
     assert written in choice["message"]["content"]
-    body = {"messages": [USER], "tools": [{"name": "f", "input_schema": {"type": "object"}}], "max_tokens": 9}
-    completion = parse_message(model, body)
-    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
-    message = MessageBuilder(model, completion).whole()
-    assert {block["type"] for block in message["content"]} == {"text"} and message["stop_reason"] == "end_turn"
 
 
 def test_a_broken_call_between_others(checkpoints):
@@ -1064,9 +938,7 @@ def test_a_broken_call_between_others(checkpoints):
     model = served_model(checkpoints[None], SOURCES["qwen2.5"])
     call = CALLS_WITH["qwen2.5"]
     text = "".join(call.replace("ARGUMENTS", one) for one in ('{"a": 1}', "{'a': 2}", '{"a": 3,}'))
-    completion = model.parse_chat(REQUEST)
-    completion.choices[0].updates.append(Update(0, text, 9, finish_reason="stop"))
-    choice = ResponseBuilder(model, completion).whole()["choices"][0]
+    choice = whole_answer(model, text)
     message = choice["message"]
     assert [json.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"a": 1}, {"a": 3}]
     assert "{'a': 2}" in message["content"] and choice["finish_reason"] == "tool_calls"

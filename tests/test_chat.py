@@ -15,6 +15,7 @@ import termios
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -215,41 +216,20 @@ def sent_lines(monkeypatch, capsys, *lines, template=None):
     return sent, run_lines(session, monkeypatch, capsys, *lines).err
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("/no_think what is 2+2", "/no_think what is 2+2"),
-        ("  /think", "  /think"),
-        ("/", "/"),
-        ("/Reset", "RESET"),
-        ("/SYSTEM\tBe brief. /no_think", "SYSTEM 'Be brief. /no_think'"),
-        ("exit the room", "exit the room"),
-        ("/exit! she said", "/exit! she said"),
-        ("/etc/hosts is a file", "/etc/hosts is a file"),
-        ("/* a comment */", "/* a comment */"),
-        ("/2 is a half", "/2 is a half"),
-        ("//exit", "/exit"),
-        (" //reset the router", " /reset the router"),
-        ("///", "//"),
-        ("what is //?", "what is //?"),
-        ("what is /hlep", "what is /hlep"),
-    ],
-)
-def test_lines_that_begin_with_a_slash(monkeypatch, capsys, line, message):
-    sent, err = sent_lines(monkeypatch, capsys, line)
-    assert sent == [message] and "error" not in err
+def test_lines_that_begin_with_a_slash(monkeypatch, capsys):
+    """A line of input ends at a newline, and nowhere else."""
+    same = ["/no_think what is 2+2", "  /think", "/", "exit the room", "/exit! she said", "/etc/hosts is a file"]
+    same += ["/* a comment */", "what is //?", "what is /hlep", "one\rtwo\u2028three\x85four\x0cfive\x1c"]
+    changed = {"/Reset": "RESET", "/SYSTEM\tBe brief. /no_think": "SYSTEM 'Be brief. /no_think'", "//exit": "/exit"}
+    changed |= {" //reset the router": " /reset the router", "///": "//", "end\r": "end"}
+    sent, err = sent_lines(monkeypatch, capsys, *same, *changed)
+    assert sent == [*same, *changed.values()] and "error" not in err
 
 
-@pytest.mark.parametrize(
-    "line, nearest",
-    [
-        ("/hlep", "/help"),
-        ("  /RESTE now", "/reset"),
-        ("/no-think what is 2+2", "/no_think"),
-        ("/temperature 0.2", "/set temperature"),
-        ("/größe", "/help"),
-    ],
-)
+@pytest.mark.parametrize("line, nearest", [
+    ("/hlep", "/help"), ("  /RESTE now", "/reset"), ("/no-think what is 2+2", "/no_think"),
+    ("/temperature 0.2", "/set temperature"), ("/größe", "/help"),
+])  # fmt: skip
 def test_an_unknown_command_is_refused(monkeypatch, capsys, line, nearest):
     """Whatever follows it, with the nearest command. The conversation goes on."""
     word = line.split()[0]
@@ -285,19 +265,19 @@ def test_pasted_lines_are_a_message_whatever_the_first_word(tiny_model, monkeypa
 
 
 def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
-    """From the next answer on. The cache is reused as before, and the answers are those of the settings."""
+    """From the next answer on, with those of the settings. The largest seed is followed by the smallest."""
     letters = Letters()
     session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
     speculation = Speculation([RetrievalDraft()], 4, automatic=False)
     session.engine = Engine(session.engine.model, 1, 256, None, speculation)
     lines = [text_of(50, 51), "/set temperature 0.9", "/SET Top_K 20", "/set top_p .95", "/set min_p\t0.01"]
-    lines += ["/set repetition_penalty 1.1", "/set max_new_tokens 9", "/set seed -3", text_of(50, 51, 52)]
+    lines += ["/set repetition_penalty 1.1", "/set max_new_tokens 9", f"/set seed {2**63 - 1}", text_of(50, 51, 52)]
     lines += [f"/set system {text_of(8, 8)}", "/set max_new_tokens None", "/set seed", "/set"]
     _, err = run_lines(session, monkeypatch, capsys, *lines)
-    expected = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=-3)
+    expected = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
     first, second = session.turns
     assert first.params == SamplingParams(temperature=0.0, seed=5)
-    assert second.params == expected and len(second.new_tokens) == 9
+    assert second.params == replace(expected, seed=2**63 - 1) and len(second.new_tokens) == 9
     assert second.cached_tokens == len(first.prompt) + 4, "all but the last token"
     fresh = load_model(tiny("llama-mha")[2], dtype=torch.float32)
     assert all(turn.new_tokens == answer_without_cache(fresh, turn) for turn in session.turns)
@@ -305,25 +285,20 @@ def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
     shown = [line.split() for line in err.splitlines() if line.startswith(chat.SETTINGS)]
     values = {"temperature": "0.9", "top_k": "20", "top_p": "0.95", "min_p": "0.01", "repetition_penalty": "1.1"}
     assert dict(shown[:5]) == values, "what was set is shown"
-    values |= {"frequency_penalty": "0.0", "presence_penalty": "0.0", "seed": "-2", "max_new_tokens": "None"}
+    values |= {"frequency_penalty": "0.0", "presence_penalty": "0.0", "seed": str(-(2**63)), "max_new_tokens": "None"}
     assert dict(shown[10:]) == values | {"system": text_of(8, 8)}, "the next answer has the next seed"
     _, err = run_lines(session, monkeypatch, capsys, "/set system none", "/set system")
     assert session.system is None and err.split() == ["system", "None"] * 2
 
 
-@pytest.mark.parametrize(
-    "line, why",
-    [
-        ("/set temperature hot", "temperature must be a number from 0 to 1e+30: 'hot'"),
-        ("/set temperature nan", "temperature must be a number from 0 to 1e+30: nan"),
-        ("/set min_p \033[2J", r"min_p must be a number from 0 to 1: '\x1b[2J'"),
-        ("/set top_k none", "top_k must be an integer from 0 to 2147483648: None"),
-        ("/set seed 1e3", f"seed must be an integer from -{2**63} to {2**63 - 1}: '1e3'"),
-        ("/set max_new_tokens 0", "max_new_tokens must be an integer of at least 1, or none: '0'"),
-        ("/set system refuse this", "the template refuses this"),
-        ("/set logit_bias 3", f"'logit_bias' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
-    ],
-)
+@pytest.mark.parametrize("line, why", [
+    ("/set temperature hot", "temperature must be a number from 0 to 1e+30: 'hot'"),
+    ("/set min_p \033[2J", r"min_p must be a number from 0 to 1: '\x1b[2J'"),
+    ("/set seed 1e3", f"seed must be an integer from -{2**63} to {2**63 - 1}: '1e3'"),
+    ("/set max_new_tokens 0", "max_new_tokens must be an integer of at least 1, or none: '0'"),
+    ("/set system refuse this", "the template refuses this"),
+    ("/set logit_bias 3", f"'logit_bias' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
+])  # fmt: skip
 def test_a_wrong_setting_is_one_line(tiny_model, monkeypatch, capsys, line, why):
     """It says what is allowed, and changes nothing."""
     letters = Letters()
@@ -332,22 +307,6 @@ def test_a_wrong_setting_is_one_line(tiny_model, monkeypatch, capsys, line, why)
     capsys.readouterr()  # what making the model has printed
     assert run_lines(session, monkeypatch, capsys, line).err == f"error: {why}\n"
     assert vars(session) == before
-
-
-def test_a_seed_that_was_set_gives_the_same_answer_again(tiny_model, monkeypatch, capsys):
-    """The largest seed is followed by the smallest."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, temperature=1.0, max_new_tokens=9)
-    seed = f"/set seed {2**63 - 1}"
-    run_lines(session, monkeypatch, capsys, text_of(50), seed, text_of(60), "/regenerate", seed, "/regenerate")
-    _, first, other, again = session.turns
-    assert first.new_tokens == again.new_tokens != other.new_tokens
-    assert (first.params.seed, other.params.seed) == (2**63 - 1, -(2**63))
-
-
-def test_a_line_of_input_ends_at_a_newline(monkeypatch, capsys):
-    line = "one\rtwo\u2028three\u0085four\x0cfive\x1c"
-    assert sent_lines(monkeypatch, capsys, line + "\r", "six")[0] == [line, "six"]
 
 
 def test_a_full_context(tiny_model, monkeypatch, capsys):
@@ -429,21 +388,14 @@ def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, 
     assert (another.system, len(another.messages)) == (text_of(8), 2)
 
 
-@pytest.mark.parametrize(
-    "content, why",
-    [
-        (None, "cannot be read"),
-        ("[" * 100_000, "is not a conversation"),
-        ('{"messages": {"a": 1}}', "it has no list of messages"),
-        ('{"messages": [3]}', "it has no list of messages"),
-        ('[{"role": "user", "content": "a"}]', "must take turns"),
-        ('[{"role": "user", "content": [3]}, {"role": "assistant", "content": "a"}]', "must take turns"),
-        ('{"system": 3, "messages": []}', "must take turns"),
-        ('[{"role": "user", "content": "refuse this"}, {"role": "assistant", "content": ""}]', "refuses this"),
-        (b"\xff\xfe[]", "cannot be read"),
-        (bytes(chat.LARGEST_CONVERSATION + 1), "is not a conversation file"),
-    ],
-)
+@pytest.mark.parametrize("content, why", [
+    (None, "cannot be read"), (b"\xff\xfe[]", "cannot be read"), ("[" * 100_000, "is not a conversation"),
+    ('{"messages": [3]}', "it has no list of messages"), ('[{"role": "user", "content": "a"}]', "must take turns"),
+    ('[{"role": "user", "content": [3]}, {"role": "assistant", "content": "a"}]', "must take turns"),
+    ('{"system": 3, "messages": []}', "must take turns"),
+    ('[{"role": "user", "content": "refuse this"}, {"role": "assistant", "content": ""}]', "refuses this"),
+    (bytes(chat.LARGEST_CONVERSATION + 1), "is not a conversation file"),
+])  # fmt: skip
 def test_files_that_are_no_conversations(tiny_model, tmp_path, monkeypatch, capsys, content, why):
     """They are refused in one line, whether they are read or written, and are left as they are."""
     letters, file = Letters(), tmp_path / "x.json"
@@ -467,18 +419,12 @@ def test_files_that_are_no_conversations(tiny_model, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("colours", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(
-    "prompt, answer, thoughts",
-    [
-        ("", "<think>a\n<b</think>\n\nc <think> d", "<think>a\n<b</think>"),
-        ("", " \n<think>\n\n</think>\n\nc", " \n<think>\n\n</think>"),
-        ("x <think>\n", "a </thin</think>c</think>d", "a </thin</think>"),
-        ("x <think>", "it never ends </thi", "it never ends </thi"),
-        ("<think></think>", "no <think>thoughts</think>", ""),
-        ("", "<thin", ""),
-        ("", "", ""),
-    ],
-)
+@pytest.mark.parametrize("prompt, answer, thoughts", [
+    ("", "<think>a\n<b</think>\n\nc <think> d", "<think>a\n<b</think>"),
+    ("", " \n<think>\n\n</think>\n\nc", " \n<think>\n\n</think>"),
+    ("x <think>\n", "a </thin</think>c</think>d", "a </thin</think>"), ("", "<thin", ""), ("", "", ""),
+    ("x <think>", "it never ends </thi", "it never ends </thi"), ("<think></think>", "no <think>thoughts</think>", ""),
+])  # fmt: skip
 def test_thoughts_are_dim_or_hidden(monkeypatch, capsys, hides, colours, size, prompt, answer, thoughts):
     monkeypatch.setattr(chat, "has_colours", lambda stream: colours)
     shown = []
@@ -496,47 +442,36 @@ def test_thoughts_are_dim_or_hidden(monkeypatch, capsys, hides, colours, size, p
         assert "".join(shown) == answer
 
 
-def answer_always(session, answer, monkeypatch):
-    """Make a session answer with these token ids instead of running a model."""
-
-    def add(request):
-        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
-        request.new_tokens = answer
-        request.finish_reason = "stop"
-        for token in answer:
-            request.on_token(token)
-
-    monkeypatch.setattr(session.engine, "add", add)
-
-
-def test_thoughts_in_a_conversation(default_checkpoint, tiny_model, monkeypatch, capsys):
-    """Marks that are special tokens are text of the answer, and so are read again with it."""
+def test_thoughts_in_a_conversation_without_a_template(default_checkpoint, tiny_model, monkeypatch, capsys):
+    """Marks that are special tokens are text of the answer. Answers continue the text, and the next prompt is all of
+    it."""
     tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
     monkeypatch.setattr(chat, "check_prompt", lambda *_: None)
     session = make_session(model, 256, None, tokenizer, thinking=("<|im_start|>", "<|im_end|>"))
     answer = tokenizer.encode("<|im_start|> a cat<|im_end|> Miau", add_bos=False)
 
-    answer_always(session, answer, monkeypatch)
+    def add(request):
+        request.times |= dict.fromkeys(("added", "started", "first_token", "finished"), 0.0)
+        request.new_tokens, request.finish_reason = answer, "stop"
+        for token in answer:
+            request.on_token(token)
+
+    monkeypatch.setattr(session.engine, "add", add)
     out, err = run_lines(session, monkeypatch, capsys, "Hi", "/thoughts", "Ho", "/thoughts", "Hu")
-    assert out == "<|im_start|> a cat<|im_end|> Miau\nMiau\n<|im_start|> a cat<|im_end|> Miau\n"
-    assert session.messages[1]["content"] == "<|im_start|> a cat<|im_end|> Miau"
+    said = "<|im_start|> a cat<|im_end|> Miau"
+    assert out == f"{said}\nMiau\n{said}\n" and session.messages[1]["content"] == said
+    assert session.turns[1].prompt == tokenizer.encode(f"Hi{said}\nHo")
     assert "(the model's thoughts are hidden)" in err and "(the model's thoughts are shown)" in err
 
 
-@pytest.mark.parametrize(
-    "lines, messages",
-    [
-        (['"""one', "two", 'three"""', "four"], ["one\ntwo\nthree", "four"]),
-        (['"""', "  one", "", "/reset", '"""', "four"], ["  one\n\n/reset", "four"]),
-        (['"""one line"""', "two"], ["one line", "two"]),
-        (['"""open', "to the end"], ["open\nto the end"]),
-        (['"""', '"""', "x"], ["x"]),
-        (['"""', "def f():", '    """A docstring."""', '"""', "x"], ['def f():\n    """A docstring."""', "x"]),
-        (["/reset the router", "/bye for now", "/stats?"], ["/stats?"]),
-        (["a", "EXIT", "b"], ["a"]),
-        (["a", "/Bye", "b"], ["a"]),
-    ],
-)
+@pytest.mark.parametrize("lines, messages", [
+    (['"""one', "two", 'three"""', "four"], ["one\ntwo\nthree", "four"]),
+    (['"""', "  one", "", "/reset", '"""', "four"], ["  one\n\n/reset", "four"]),
+    (['"""one line"""', "two"], ["one line", "two"]), (['"""', '"""', "x"], ["x"]),
+    (['"""', "def f():", '    """A docstring."""', '"""', "x"], ['def f():\n    """A docstring."""', "x"]),
+    (['"""open', "to the end"], ["open\nto the end"]), (["/reset the router", "/bye for now", "/stats?"], ["/stats?"]),
+    (["a", "EXIT", "b"], ["a"]), (["a", "/Bye", "b"], ["a"]),
+])  # fmt: skip
 def test_messages_of_several_lines_and_ends(monkeypatch, capsys, lines, messages):
     assert sent_lines(monkeypatch, capsys, *lines)[0] == messages
 
@@ -558,19 +493,6 @@ def test_the_history_is_bounded_private_and_may_be_missing(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_STATE_HOME", str(file))
     chat.write_history("no place")
     assert chat.read_history() == []
-
-
-def test_without_a_template_the_text_goes_on(default_checkpoint, tiny_model, monkeypatch, capsys):
-    """Answers continue the text, and the next prompt is the whole text so far."""
-    tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
-    monkeypatch.setattr(chat, "check_prompt", lambda *_: None)
-    session = make_session(model, 256, None, tokenizer)
-    answer = tokenizer.encode(" a cat.", add_bos=False)
-
-    answer_always(session, answer, monkeypatch)
-    out, _ = run_lines(session, monkeypatch, capsys, "There was", "It said")
-    assert out == " a cat.\n a cat.\n"
-    assert tokenizer.decode(session.turns[1].prompt) == "There was a cat.\nIt said"
 
 
 @pytest.mark.slow
@@ -628,7 +550,14 @@ class Stream(io.StringIO):
         return self.is_terminal
 
 
-def test_a_stopwatch_counts_in_one_line_that_fits_the_terminal(monkeypatch):
+def test_a_stopwatch_counts_in_one_line_that_fits_the_terminal(monkeypatch, capsys):
+    """Elsewhere it says when it begins and ends, but no time of what was not finished."""
+    with Stopwatch("thinking", "about a minute") as watch:
+        time.sleep(0.01)
+    assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
+    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "thinking ...\n"
     monkeypatch.setattr(sys, "stderr", Stream(True))
     monkeypatch.setattr(cli, "REFRESH_S", 0.02)
     monkeypatch.setenv("COLUMNS", "30")
@@ -639,23 +568,11 @@ def test_a_stopwatch_counts_in_one_line_that_fits_the_terminal(monkeypatch):
     assert re.fullmatch(r"compiling decode: [\d.]+ s\n", end)
 
 
-def test_stopwatch(capsys):
-    with Stopwatch("thinking", "about a minute") as watch:
-        time.sleep(0.01)
-    assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
-    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == "thinking ...\n", "no time is printed for what was not finished"
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize(
-    "total, unit, n, line, bar",
-    [
-        (117_000_000, "B", 58_000_000, "58 of 117 MB", "58.0M/117M"),
-        (6007, " tokens", 2048, "2,048 of 6,007 tokens", "2.05k/6.01k"),
-    ],
-)
+@pytest.mark.parametrize("total, unit, n, line, bar", [
+    (117_000_000, "B", 58_000_000, "58 of 117 MB", "58.0M/117M"),
+    (6007, " tokens", 2048, "2,048 of 6,007 tokens", "2.05k/6.01k"),
+])  # fmt: skip
 def test_progress_is_shown_while_one_step_takes_long(monkeypatch, is_terminal, total, unit, n, line, bar):
     """As a bar that is removed at the end, or as lines; nothing, if it ends before the first is due."""
     monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
@@ -754,10 +671,10 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch):
 class Terminal:
     """A program in a pseudo-terminal."""
 
-    def __init__(self, *args, columns=80, **environment):
+    def __init__(self, *args, **environment):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
             inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # xdist sets it
             os.execve(PROGRAM[0], [*PROGRAM, *map(str, args)], inherited | {"TERM": "xterm"} | environment)
         self.seen = ""
@@ -825,17 +742,13 @@ PROMPT = r"> (\x1b\[0m)?$"
 INNER_PROMPT = r"\. (\x1b\[0m)?$"  # between two """
 
 
-OTHER_TERMINALS = [
-    (80, {}),
-    pytest.param(20, {"NO_COLOR": "1", "TERM": "dumb"}, marks=pytest.mark.full),
-    pytest.param(80, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}, marks=pytest.mark.full),
-]
+LATIN = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns, environment", OTHER_TERMINALS)
-def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment):
-    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 300, columns=columns, **environment)
+@pytest.mark.parametrize("environment", [{}, pytest.param(LATIN, marks=pytest.mark.full)])
+def test_a_session_in_a_terminal(default_checkpoint, start, environment):
+    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 300, **environment)
     talk.prompt()
     talk.type("Tell me a very long story about a dragon")
     talk.until("ragon")
@@ -858,8 +771,7 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
     talk.prompt()
     talk.type("\x1b[A\x1b[A\x15/stats\r")  # the arrow keys, then the line cleared
     shown = talk.until("written: ")
-    assert "^[[A" not in shown and "turns: 2" in shown
-    assert ("\x1b[2m" in shown) == ("NO_COLOR" not in environment)
+    assert "^[[A" not in shown and "turns: 2" in shown and "\x1b[2m" in shown
     talk.prompt()
     talk.type("\x1b[A\x1b[A\r")  # the line before the last
     talk.until(r"\d+ reused; ")
@@ -869,7 +781,7 @@ def test_a_session_in_a_terminal(default_checkpoint, start, columns, environment
 
 
 @pytest.mark.slow
-def test_pasted_lines_in_a_terminal(default_checkpoint, start):
+def test_pasted_lines_and_tabs_in_a_terminal(default_checkpoint, start, tmp_path):
     """They are one message, also across a change of the terminal's size, and in the history of the next run."""
     options = ["--interactive", "--temperature", 0, "--max_new_tokens", 3]
     talk = start(*options)
@@ -904,34 +816,22 @@ def test_pasted_lines_in_a_terminal(default_checkpoint, start):
     again.type("\x1b[A\x1b[A\r")  # /stats
     assert "turns: 0" in again.until("written: ")
     again.prompt()
-    again.type("/bye\r")
-    assert again.exit_code() == 0
-
-
-@pytest.mark.slow
-def test_tab_completes_commands_in_a_terminal(default_checkpoint, start, tmp_path):
-    """A word at a time, at the beginning of the line. Elsewhere it is a tab."""
-    talk = start("--interactive", "--temperature", 0, "--max_new_tokens", 3)
-    talk.prompt()
-    talk.type("/STA\t\r")
-    assert "turns: 0" in talk.until("written: ")
-    talk.prompt()
-    talk.type("/s\t\t")
-    shown = talk.until(r"/save +/set +/stats +/system\s")
+    again.type("/s\t\t")  # Tab completes a word of a command at a time, at the beginning of the line
+    shown = again.until(r"/save +/set +/stats +/system\s")
     assert "temperature" not in shown
-    talk.type("et te\t 0.25\r")
-    talk.until(r"temperature +0\.25\r\n")
-    talk.prompt()
-    talk.type("/zzz\t\t\r")
-    talk.until("error: /zzz is not a command")
-    talk.prompt()
-    talk.type("\tGrüße\t/s\tx\r")
-    talk.until(r"\d+ read, \d+ reused; ")
-    talk.prompt()
-    talk.type("/by\t\r")
-    assert talk.exit_code() == 0
+    again.type("et te\t 0.25\r")
+    again.until(r"temperature +0\.25\r\n")
+    again.prompt()
+    again.type("/zzz\t\t\r")
+    again.until("error: /zzz is not a command")
+    again.prompt()
+    again.type("\tGrüße\t/s\tx\r")  # elsewhere it is a tab
+    again.until(r"\d+ read, \d+ reused; ")
+    again.prompt()
+    again.type("/by\t\r")
+    assert again.exit_code() == 0
     lines = (tmp_path / "state" / "fastpath" / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines][1:] == ["/set temperature 0.25", "/zzz", "\tGrüße\t/s\tx", "/bye"]
+    assert [json.loads(line) for line in lines][-4:] == ["/set temperature 0.25", "/zzz", "\tGrüße\t/s\tx", "/bye"]
 
 
 @pytest.mark.slow

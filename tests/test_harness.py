@@ -95,11 +95,7 @@ def test_empty_and_odd_requests(both):
     for kind, request, why in (
         ("loglikelihood", ("x", " far" * 300), "tokens at once, but the context holds 90"),
         ("generate_until", ("x", settings | {"max_gen_toks": 0}), "a task asks for 0 new tokens"),
-        (
-            "generate_until",
-            ("x", settings | {"max_gen_toks": CONTEXT}),
-            "but the context allows 1 to 89",
-        ),
+        ("generate_until", ("x", settings | {"max_gen_toks": CONTEXT}), "but the context allows 1 to 89"),
         ("generate_until", ("x", settings | {"temperature": -1.0}), "temperature must be a number from 0"),
     ):
         with pytest.raises((UserError, ValueError), match=why):  # run_tasks turns both into one line
@@ -108,26 +104,18 @@ def test_empty_and_odd_requests(both):
 
 TASKS = {
     "choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": "{{c}}",
-        "doc_to_target": "{{a}}",
+        "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{c}}", "doc_to_target": "{{a}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     },
     "perplexity": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{q}}",
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}",
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
     },
     "answer": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{q}}",
-        "doc_to_target": "{{c[a]}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
-        "metric_list": [{"metric": "bleu"}],
+        "output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{c[a]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}, "metric_list": [{"metric": "bleu"}],
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +137,11 @@ def task_files(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chat, few", [pytest.param(False, 0, marks=pytest.mark.full), (True, 2)])
-def test_tasks_give_the_same_metrics(both, task_files, monkeypatch, tmp_path, chat, few):
+def test_tasks_give_the_same_metrics(both, task_files, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     # Without an index of the thousands of tasks that come with the harness, which takes seconds to make.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
-    ours, theirs = (run_tasks(model, task_files, few, None, chat) for model in both[:2])
+    ours, theirs = (run_tasks(model, task_files, 2, None, True) for model in both[:2])
     assert ours.keys() == theirs.keys() == {"local_choice", "local_perplexity", "local_answer"}
     for task in ours:
         assert ours[task] == pytest.approx(theirs[task], rel=1e-3, nan_ok=True)

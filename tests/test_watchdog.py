@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 
 import pytest
 from conftest import ROOT
@@ -93,18 +92,13 @@ def barrier_test(tmp_path_factory):
     return folder / "test"
 
 
-def run_barrier(program, threads, sleeps, lose):
-    command = [program, *map(str, (threads, sleeps, lose))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3000)
-    found = dict(zip(("wrong", "unlimited", "waits", "wakes"), map(int, re.findall(r"\d+", done.stdout))))
-    assert found["wrong"] == found["unlimited"] == 0
-    assert found["waits"] >= sleeps and found["wakes"] > 0
-
-
 @pytest.mark.parametrize("threads, sleeps", [(2, 20000), (3, 20000), (7, 5000)])
 def test_a_barrier_that_loses_wake_ups(barrier_test, threads, sleeps):
     """No thread passes it too early, none stays, and no sleep is without a time limit."""
-    run_barrier(barrier_test, threads, sleeps, lose=100)
+    command = [barrier_test, str(threads), str(sleeps), "100"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3000)
+    wrong, unlimited, waits, wakes = map(int, re.findall(r"\d+", done.stdout))
+    assert wrong == unlimited == 0 and waits >= sleeps and wakes > 0
 
 
 # ---------------------------------------------------------------- OpenMP's threads
@@ -113,15 +107,18 @@ def test_a_barrier_that_loses_wake_ups(barrier_test, threads, sleeps):
 @needs_futexes
 def test_a_sleeping_thread_compares_its_futex_again():
     """A thread that waits as OpenMP's do, and whose wake-up is lost, goes on; one whose futex is unchanged stays."""
-    values = [ctypes.c_int(0), ctypes.c_int(0)]
-    ended = [threading.Event(), threading.Event()]
+    values, ended = [ctypes.c_int(0), ctypes.c_int(0)], [threading.Event(), threading.Event()]
 
     def sleep(i):
         while values[i].value == 0:
             LIBC.syscall(int(watchdog.FUTEX_CALL), ctypes.byref(values[i]), 128, 0, None, None, 0)
         ended[i].set()
 
-    with handling_interrupts():
+    before = signal.getsignal(watchdog.INTERRUPT)
+    signal.signal(watchdog.INTERRUPT, signal.SIG_DFL)
+    watchdog.watch(EngineStub())
+    assert signal.getsignal(watchdog.INTERRUPT) is watchdog.ignore
+    try:
         for i in range(2):
             threading.Thread(target=sleep, args=(i,), daemon=True).start()
         time.sleep(0.3)  # until both sleep
@@ -134,18 +131,6 @@ def test_a_sleeping_thread_compares_its_futex_again():
         values[0].value = 1
         watchdog.recheck_futexes()
         assert ended[0].wait(30)
-
-
-@contextmanager
-def handling_interrupts():
-    """Handle the watchdog's signal as `watch` does, and as before at the end."""
-    engine = EngineStub()
-    before = signal.getsignal(watchdog.INTERRUPT)
-    signal.signal(watchdog.INTERRUPT, signal.SIG_DFL)
-    watchdog.watch(engine)
-    assert signal.getsignal(watchdog.INTERRUPT) is watchdog.ignore
-    try:
-        yield
     finally:
         signal.signal(watchdog.INTERRUPT, before)
 
@@ -219,17 +204,13 @@ class EngineStub:
         self.step_started = None
 
 
-@pytest.mark.parametrize(
-    "limit_s, engine",
-    [
-        (30, EngineStub(decode_s=8.0, decode_steps=400, decoding=3)),
-        (40, EngineStub(decode_s=8.0, decode_steps=20, decoding=3)),  # steps take 0.4 s
-        (600, EngineStub(decode_s=8.0, decode_steps=400, chunk=9)),  # the first prefill
-        (600, EngineStub(prefill_s=8.0, prefill_tokens=400, chunk=9, decoding=1)),  # the first decoding
-        (2048, EngineStub(prefill_s=1.0, prefill_tokens=100, chunk=2048)),  # a long prompt
-        (306, EngineStub(1.0, 100, 1.0, 2, chunk=256, decoding=2)),
-    ],
-)
+@pytest.mark.parametrize("limit_s, engine", [
+    (30, EngineStub(decode_s=8.0, decode_steps=400, decoding=3)),
+    (40, EngineStub(decode_s=8.0, decode_steps=20, decoding=3)),  # steps take 0.4 s
+    (600, EngineStub(decode_s=8.0, decode_steps=400, chunk=9)),  # the first prefill
+    (600, EngineStub(prefill_s=8.0, prefill_tokens=400, chunk=9, decoding=1)),  # the first decoding
+    (306, EngineStub(1.0, 100, 1.0, 2, chunk=256, decoding=2)),  # a long prompt
+])  # fmt: skip
 def test_how_long_a_step_may_take(limit_s, engine):
     assert watchdog.longest_step(engine) == pytest.approx(limit_s)
     engine.plan = None  # it is being made, or other ranks are awaited

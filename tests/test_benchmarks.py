@@ -14,6 +14,7 @@ from conftest import ROOT, random_prompts
 sys.path.append(str(ROOT / "benchmarks"))  # last: a program there is called as a file here
 
 import decode
+import ladder
 import measure
 import speculation
 
@@ -76,24 +77,12 @@ def test_turns():
     assert "".join(went) == "cab" + "abc" + "bca" and found == {"a": [4, 9], "b": [5, 7], "c": [6, 8]}
 
 
-def test_a_ratio_is_the_median_of_the_rounds_own():
-    """A round in which the machine was slow for everybody changes the rates, not the ratios."""
-    assert measure.ratio("decode", [10, 2, 30], [5, 1, 10]) == {"decode": 2, "decode_spread": [2, 3]}
-    rounds = [{"a": 1, "b": 5}, {"a": 3, "b": 4}, {"a": 2, "b": 9}]
-    assert measure.medians(rounds) == {"a": 2, "b": 5, "rounds": rounds}
-
-
 def test_the_table(capsys):
     rows = [{"name": "a", "gain": 1.234, "gain_spread": [1, 2]}, {"name": "long", "gain": None, "more": 3}]
     measure.print_table(rows, {"name": "", "gain": ".2f", "gain_spread": ".1f"})
     head, line, first, second = capsys.readouterr().out.splitlines()
     assert head == "| name | gain | gain_spread |" and set(line) == set("|- ")
     assert " ".join(first.split()) == "| a | 1.23 | 1.0-2.0 |" and " ".join(second.split()) == "| long | | |"
-
-
-def test_a_program_that_fails_is_reported():
-    with pytest.raises(UserError, match=r"failed \(3\): no kernel$"):
-        measure.run_program(sys.executable, "-c", "import sys; print('no kernel', file=sys.stderr); sys.exit(3)")
 
 
 def test_prefill_leaves_the_first_sample_out(tmp_path, capsys):
@@ -196,6 +185,59 @@ def test_gpu_kernels(python, tmp_path):
     assert set(json.loads(tuned.read_text())) == {
         f"{bits} bits, groups of {group}, 2 x 24 x 64" for bits, group in ((16, 0), (8, 32), (4, 32))
     }
+
+
+# ---------------------------------------------------------------- the ladder
+
+
+def climb(monkeypatch, out, *arguments):
+    """What the ladder writes. What it starts runs on the CPU in one thread."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "ladder.py"), "--out", *map(str, (out, *arguments))])
+    ladder.main()
+    return json.loads(out.read_text())
+
+
+@pytest.mark.full
+def test_three_eager_steps(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(ladder.STEPS, "eager int8", ("bytes", "int8", ""))
+    checkpoint = tiny("llama-mha")[2]
+    arguments = ["--checkpoint_path", checkpoint, "--rounds", 1, "--prompt_tokens", 19, "--new_tokens", 4]
+    arguments += ["--steps", "eager int8", "bf16 eager", "float32 eager"]  # not the table's order
+    result, stdout = climb(monkeypatch, tmp_path / "out.json", *arguments), capsys.readouterr().out
+    assert [row["name"] for row in result["steps"]] == ["float32 eager", "bf16 eager", "eager int8"]
+    first, second, third = result["steps"]
+    assert third["weight_bytes_per_token"] < 0.65 * second["weight_bytes_per_token"]  # 17/32 and padding
+    for row in (first, second, third):
+        [of_round] = row["rounds"]
+        assert min(row[measure.DECODE], row[measure.PREFILL]) > 0 == row["compile_s"]
+        assert row["peak_memory_bytes"] > 1e7 and of_round.items() <= row.items()
+    assert first["weight_bytes_per_token"] == 2 * second["weight_bytes_per_token"]
+    for kind, rate in (("decode", measure.DECODE), ("prefill", measure.PREFILL)):
+        assert first[f"{kind}_over_before"] is None
+        assert second[f"{kind}_over_before"] == pytest.approx(second[rate] / first[rate])
+        assert f"{second[rate]:.1f}" in stdout and f"{second[f'{kind}_over_before']:.2f}" in stdout
+    assert (first["model"], result["prompt_tokens"], result["new_tokens"]) == (checkpoint.name, 19, 4)
+
+
+def test_a_step_that_fails_ends_the_ladder(tiny, tmp_path, monkeypatch):
+    arguments = ["--checkpoint_path", tiny("llama-mha")[2], "--prompt_tokens", 999, "--steps", "bf16 eager"]
+    with pytest.raises(UserError, match="the prompt has 999 tokens, the context is 256"):
+        climb(monkeypatch, tmp_path / "out.json", *arguments, "--new_tokens", 4)
+
+
+def test_gains_are_medians_of_the_rounds_own_ratios():
+    """A round in which the machine was slow changes the rates, but not the gains over the step before."""
+    a, b, c = list(ladder.STEPS)[:3]
+    rates = {a: [(10, 100), (20, 300), (30, 100)], b: [(20, 50), (20, 150), (90, 50)]}
+    rates[c] = [(30, 200), (60, 450), (45, 200)]
+    rounds = {name: [{measure.DECODE: d, measure.PREFILL: p} for d, p in pairs] for name, pairs in rates.items()}
+    rows = ladder.summary(rounds)
+    assert [row["name"] for row in rows] == [a, b, c] and rows[2]["rounds"] == rounds[c]
+    assert [row["decode_tokens_per_s"] for row in rows] == [20, 20, 45]
+    assert [row["decode_over_before"] for row in rows] == [None, 2, 1.5]
+    assert rows[2]["prefill_over_before"] == median((200 / 50, 450 / 150, 200 / 50))
 
 
 # ---------------------------------------------------------------- the server

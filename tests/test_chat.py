@@ -33,7 +33,7 @@ from generate import parse_arguments
 from load import load_model
 from sampling import SamplingParams
 from speculative import Speculation
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import Tokenizer
 
 PROGRAM = [sys.executable, str(ROOT / "generate.py")]
 
@@ -69,6 +69,11 @@ def make_session(model, length, template, tokenizer, temperature=0.0, **options)
     return Session(Engine(model, 1, length), tokenizer, template, params, **options)
 
 
+def letters_session(model, length=256, temperature=0.0, **options):
+    letters = Letters()
+    return make_session(model, length, letters, letters, temperature, **options)
+
+
 def answer_without_cache(model, turn: Request) -> list[int]:
     """The model's answer to a turn's prompt if nothing of it is in the cache."""
     request = Request(turn.prompt, turn.params, turn.max_new_tokens, turn.stop_ids)
@@ -80,8 +85,7 @@ def answer_without_cache(model, turn: Request) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_turns_equal_answers_without_cache(tiny, tiny_model, name, temperature):
     """The cache is reused from turn to turn. Each turn reads only what is new, and answers as without a cache."""
-    letters = Letters()
-    session = make_session(tiny_model(name), 256, letters, letters, temperature, max_new_tokens=9)
+    session = letters_session(tiny_model(name), temperature=temperature, max_new_tokens=9)
     session.set_system(text_of(90, 17, 6))
     for n, text in enumerate([text_of(*range(20, 43)), text_of(7), text_of(*range(100, 105)), text_of(9, 9)]):
         turn = session.ask(text, quiet)
@@ -94,8 +98,7 @@ def test_turns_equal_answers_without_cache(tiny, tiny_model, name, temperature):
 
 def test_turns_that_change_what_went_before_are_read_again(tiny, tiny_model, monkeypatch):
     """A new system message, a new conversation that begins with the same words, and an interrupted answer."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=6)
+    session = letters_session(tiny_model("llama-mha"), max_new_tokens=6)
     session.ask(text_of(50, 51, 52), quiet)
     session.ask(text_of(60), quiet)
     session.set_system(text_of(8, 8))
@@ -138,8 +141,7 @@ def quiet(piece):
 
 def test_interrupted_before_the_answer(tiny_model, monkeypatch):
     """After Ctrl-C while the prompt is read, the message is forgotten, and its part of the cache is not reused."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=3)
+    session = letters_session(tiny_model("llama-mha"), max_new_tokens=3)
     session.ask(text_of(50, 51), quiet)
     before, prefill = list(session.messages), session.engine.steps.prefill
 
@@ -165,8 +167,7 @@ def run_lines(session, monkeypatch, capsys, *lines):
 
 
 def test_commands(tiny_model, monkeypatch, capsys):
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
+    session = letters_session(tiny_model("llama-mha"), max_new_tokens=5)
     out, err = run_lines(
         session, monkeypatch, capsys,
         text_of(50, 51), "", "   ", "/stats", "/reset", f"/system {text_of(60, 61)}", "/system", text_of(50, 51),
@@ -185,8 +186,7 @@ def test_commands(tiny_model, monkeypatch, capsys):
 
 def test_drafted_tokens_are_counted(tiny_model):
     """Those of each turn, and of all turns. If nothing was proposed, they are not mentioned."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=1)
+    session = letters_session(tiny_model("llama-mha"), max_new_tokens=1)
     session.engine = Engine(session.engine.model, 1, 256, None, Speculation([RetrievalDraft()], 4, automatic=False))
     turn = session.ask(text_of(50, 51), quiet)
     assert "drafted" not in session.summary(turn) + session.statistics()
@@ -251,13 +251,12 @@ def test_words_that_the_template_knows_are_sent(monkeypatch, capsys):
 
 def test_pasted_lines_are_a_message_whatever_the_first_word(tiny_model, monkeypatch, capsys):
     """A system message, however, may have several lines."""
-    letters, sent = Letters(), []
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
+    session, sent = letters_session(tiny_model("llama-mha"), max_new_tokens=5), []
     pasted = ["/hlep\nme", "/reset\nthe router", "/set the table\nfor two", "/* one\n * two */", "//a\n//b"]
     pasted += [f"/system {text_of(7)}\n{text_of(8)}", f"/SET system\n{text_of(9)}\n{text_of(10)}"]
     messages = iter(pasted)
     monkeypatch.setattr(chat, "read_message", lambda: next(messages, None))
-    monkeypatch.setattr(letters, "encode", lambda messages: [1])
+    monkeypatch.setattr(session.template, "encode", lambda messages: [1])
     monkeypatch.setattr(session, "ask", lambda text, show: sent.append(text) or SimpleNamespace(new_tokens=[]))
     run_lines(session, monkeypatch, capsys)
     assert sent == [*pasted[:4], "/a\n//b"]
@@ -266,8 +265,7 @@ def test_pasted_lines_are_a_message_whatever_the_first_word(tiny_model, monkeypa
 
 def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
     """From the next answer on, with those of the settings. The largest seed is followed by the smallest."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5)
+    session = letters_session(tiny_model("llama-mha"), max_new_tokens=5)
     speculation = Speculation([RetrievalDraft()], 4, automatic=False)
     session.engine = Engine(session.engine.model, 1, 256, None, speculation)
     lines = [text_of(50, 51), "/set temperature 0.9", "/SET Top_K 20", "/set top_p .95", "/set min_p\t0.01"]
@@ -301,8 +299,7 @@ def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
 ])  # fmt: skip
 def test_a_wrong_setting_is_one_line(tiny_model, monkeypatch, capsys, line, why):
     """It says what is allowed, and changes nothing."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=5, system=text_of(9))
+    session = letters_session(tiny_model("llama-mha"), max_new_tokens=5, system=text_of(9))
     before = dict(vars(session))
     capsys.readouterr()  # what making the model has printed
     assert run_lines(session, monkeypatch, capsys, line).err == f"error: {why}\n"
@@ -311,8 +308,7 @@ def test_a_wrong_setting_is_one_line(tiny_model, monkeypatch, capsys, line, why)
 
 def test_a_full_context(tiny_model, monkeypatch, capsys):
     """An answer that ends there is cut. What does not fit is refused."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 100, letters, letters, keeps_all=True)
+    session = letters_session(tiny_model("llama-mha"), 100, keeps_all=True)
     lines = [text_of(*range(20, 60)), text_of(61), "/reset", text_of(*range(5, 105)), text_of(62)]
     out, err = run_lines(session, monkeypatch, capsys, *lines)
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
@@ -328,14 +324,12 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model, monkeypatch, capsys):
     """So many that half of it is free, and one line says how many. The rest equals a conversation without them; the
     system message stays. What is refused changes nothing."""
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 350, letters, letters, max_new_tokens=21, system=text_of(90, 91))
+    session = letters_session(tiny_model("llama-mha"), 350, max_new_tokens=21, system=text_of(90, 91))
     for n in range(12):
         turn = session.ask(text_of(*range(20 + n, 31 + n)), quiet)
         assert turn.prompt[:4] == [1, 90, 91, 4] and len(turn.new_tokens) == 21
-        assert turn.prompt == letters.encode(
-            [{"role": "system", "content": text_of(90, 91)}, *session.messages[session.dropped : -1]]
-        )
+        kept = [{"role": "system", "content": text_of(90, 91)}, *session.messages[session.dropped : -1]]
+        assert turn.prompt == session.template.encode(kept)
         if n in (7, 11):
             session.engine.clear()
             assert turn.new_tokens == answer_without_cache(load_model(tiny("llama-mha")[2], dtype=torch.float32), turn)
@@ -351,8 +345,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model,
 
 
 def test_a_last_message_is_answered_again(tiny, tiny_model):
-    letters = Letters()
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, temperature=1.0, max_new_tokens=9)
+    session = letters_session(tiny_model("llama-mha"), temperature=1.0, max_new_tokens=9)
     with pytest.raises(UserError, match="there is no answer yet"):
         session.regenerate(quiet)
     session.ask(text_of(50, 51), quiet)
@@ -369,15 +362,14 @@ def test_a_last_message_is_answered_again(tiny, tiny_model):
 
 
 def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
-    letters = Letters()
     model, file = tiny_model("llama-mha"), tmp_path / "talk.json"
-    session = make_session(model, 256, letters, letters, max_new_tokens=5)
+    session = letters_session(model, max_new_tokens=5)
     lines = [f"/system {text_of(90)}", text_of(50, 51), text_of(52), f"/save {file}", text_of(53), f"/save {file}"]
     run_lines(session, monkeypatch, capsys, *lines)
     saved = json.loads(file.read_text(encoding="utf-8"))
     assert saved == {"system": text_of(90), "messages": session.messages} and len(saved["messages"]) == 6
 
-    another = make_session(model, 256, letters, letters, max_new_tokens=5)
+    another = letters_session(model, max_new_tokens=5)
     run_lines(another, monkeypatch, capsys, f"/LOAD {file}", text_of(54))
     expected = session.ask(text_of(54), quiet)
     assert another.turns[-1].prompt == expected.prompt and another.turns[-1].new_tokens == expected.new_tokens
@@ -398,8 +390,7 @@ def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, 
 ])  # fmt: skip
 def test_files_that_are_no_conversations(tiny_model, tmp_path, monkeypatch, capsys, content, why):
     """They are refused in one line, whether they are read or written, and are left as they are."""
-    letters, file = Letters(), tmp_path / "x.json"
-    session = make_session(tiny_model("llama-mha"), 256, letters, letters, max_new_tokens=3)
+    session, file = letters_session(tiny_model("llama-mha"), max_new_tokens=3), tmp_path / "x.json"
     session.messages = before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -493,26 +484,6 @@ def test_the_history_is_bounded_private_and_may_be_missing(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_STATE_HOME", str(file))
     chat.write_history("no place")
     assert chat.read_history() == []
-
-
-@pytest.mark.slow
-def test_the_default_model_in_conversation(default_checkpoint):
-    """With the real template and tokenizer, in float32, answers are the same as without a cache, and only what is new
-    is read. (tests/test_chat_template.py compares the ids with transformers.)"""
-    tokenizer = Tokenizer(default_checkpoint)
-    template = ChatTemplate(default_checkpoint, tokenizer)
-    model = load_model(default_checkpoint, dtype=torch.float32)
-    ends = {*tokenizer.eos_ids, *template.end_ids()}
-    session = make_session(model, 512, template, tokenizer, stop_ids=ends, max_new_tokens=24)
-    for text in ["What is the capital of France? Answer in one word.", "And of Italy?", "Thank you! Grüße 👋"]:
-        turn = session.ask(text, quiet)
-        # <|im_end|> \n <|im_start|> user \n before it, <|im_end|> \n <|im_start|> ass istant \n after it
-        new = len(tokenizer.encode(text)) + 11
-        assert turn.cached_tokens == 0 or len(turn.prompt) - turn.cached_tokens == new
-    for n, turn in enumerate(session.turns):
-        assert turn.prompt == template.encode(session.messages[: 2 * n + 1])
-        assert turn.new_tokens == answer_without_cache(model, turn)
-    assert "Paris" in session.messages[1]["content"]
 
 
 @pytest.mark.slow
@@ -798,15 +769,8 @@ def test_pasted_lines_and_tabs_in_a_terminal(default_checkpoint, start, tmp_path
     talk.type("\x03")
     talk.until(r"Ctrl-D leaves\)")
     talk.prompt()
-    talk.paste("\n".join(["many words to read"] * 300))
-    talk.until("many")
-    talk.type("\r")
-    time.sleep(0.2)
-    talk.type("\x03")  # while the message is shown or read, or answered
-    talk.until(r"(interrupted|many words|; \d+ read)")
-    talk.prompt()
     talk.type("\x15/stats\r")
-    assert int(re.search(r"turns: (\d)", talk.until("written: "))[1]) in (1, 2)
+    assert "turns: 1" in talk.until("written: ")
     talk.prompt()
     talk.type("exit\r")
     assert talk.exit_code() == 0
@@ -843,19 +807,13 @@ def test_a_session_in_pipes(default_checkpoint, tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with (
         subprocess.Popen(command, **pipes) as reads_all,
-        subprocess.Popen(command, **pipes) as unheard,
         subprocess.Popen(limited, cwd=tmp_path, **pipes) as full,
     ):
-        unheard.stdout.close()  # its reader goes away, and the file of `full` cannot grow
         out, err = reads_all.communicate(text, timeout=120)
         assert reads_all.returncode == 0 and out.count(b"\n") >= 4
         err = err.decode()
         assert len(re.findall("tokens/s[,;]", err)) == 4 and "> Hi" in err and "\x1b" not in err and "\r" not in err
         assert b"tokens/s" not in out and b"> " not in out
-
-        _, err = unheard.communicate(b"", timeout=120)
-        assert unheard.returncode == 141 and b"Traceback" not in err
-
         _, err = full.communicate(b"", timeout=120)
         assert full.returncode == 2 and b"generate.py: error: [Errno 27]" in err
 

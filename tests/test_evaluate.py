@@ -128,8 +128,10 @@ def test_text_files_are_read_as_they_are(tmp_path, read, text):
 
 @pytest.mark.slow
 def test_the_command(default_checkpoint, checkpoints, tiny, tmp_path, monkeypatch, capsys):
-    text = tmp_path / "text.txt"
+    text, empty, binary = (tmp_path / name for name in ("text.txt", "empty", "binary"))
     text.write_text("The quick brown fox jumps over the lazy dog. " * 8 + "Ende: süß.\n", encoding="utf-8")
+    empty.write_text("")
+    binary.write_bytes(b"\xff\xfe\x00")
 
     def run(*args) -> str:
         monkeypatch.setattr(sys, "argv", ["evaluate.py", "--text", *map(str, args)])
@@ -151,15 +153,11 @@ def test_the_command(default_checkpoint, checkpoints, tiny, tmp_path, monkeypatc
     assert one["kl_ci95"] is None, "a single window has no interval"
     command = [sys.executable, str(ROOT / "evaluate.py"), "--text", str(text), "--max_tokens", "9"]
     assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("perplexity ")
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for args, why in (
-        ([tmp_path / "empty"], "has 0 tokens, but at least 2 are needed"),
-        ([tmp_path / "binary"], "cannot be read"),
+        ([empty], "has 0 tokens, but at least 2 are needed"), ([binary], "cannot be read"),
+        ([text, "--window", 1], "must be at least 2"), ([text, "--limit", 3], "need --tasks"),
         ([text, "--stride", 60, "--window", 50], "--stride 60 must be less than the window of 50"),
-        ([text, "--window", 1], "must be at least 2"),
-        ([text, "--limit", 3], "need --tasks"),
         ([text, "--reference_checkpoint_path", tiny("llama-mha")[2]], "vocabularies of 49152 and 131"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(UserError, match=why):
             run(*args)

@@ -65,9 +65,6 @@ def test_report_counts_what_it_says(tiny_model):
     bytes_per_token = found["weight_bytes_per_token"] + found["kv_bytes_per_token"]
     assert found["bandwidth_bytes_per_s"] == pytest.approx(bytes_per_token * found["decode_tokens_per_s"])
     assert found["decode_tokens_per_s"] == pytest.approx(15 / timing.decode_s)
-    tied = tiny_model("llama-gqa-biased")
-    assert weight_bytes(tied, 3) == sum(weight.nbytes for weight in tied.parameters())
-    assert tied.kv_bytes([7]) == 7 * 2 * tied.config.n_layer * tied.config.n_kv_head * tied.config.head_dim * 4
 
 
 def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
@@ -87,23 +84,18 @@ def test_sampling_options_reach_the_rows(tiny, capsys, monkeypatch):
 
 def test_stops_at_any_end_token(tiny, tmp_path, capsys, monkeypatch):
     oracle, _, ours = tiny("qwen2-gqa")
-    prompt = random_prompts((6,))[0]
+    [prompt] = random_prompts((6,))
     expected = hf_greedy(oracle, prompt, 40)
     shutil.copytree(ours, tmp_path / "ours")
-    config = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text())
-    ends = [expected[12], expected[30]]
-    config["eos_token_ids"] = [130, *ends]
-    (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(config))
-    args = ["--checkpoint_path", tmp_path / "ours", "--dtype", "float32", "--json", *GREEDY]
-    args += ["--prompt_ids", ids(prompt)]
-    sample = main(capsys, monkeypatch, *args, "--max_new_tokens", 40)[0]["samples"][0]
+    file, ends = tmp_path / "ours" / "tokenizer_config.json", [expected[12], expected[30]]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_ids": [130, *ends]}))
     first = min(expected.index(end) for end in ends)
-    assert sample["token_ids"] == expected[: first + 1] and sample["finish_reason"] == "stop"
-    args += ["--max_new_tokens", 40, "--ignore_eos"]
-    sample = main(capsys, monkeypatch, *args)[0]["samples"][0]
-    assert sample["token_ids"] == expected and sample["finish_reason"] == "length"
-    exactly = main(capsys, monkeypatch, *args[:-3], "--max_new_tokens", first + 1)[0]["samples"][0]
-    assert exactly["finish_reason"] == "stop", "the last token allowed is an EOS token"
+    args = ["--checkpoint_path", tmp_path / "ours", "--dtype", "float32", "--json", "--prompt_ids", ids(prompt)]
+    # At last, the last token that is allowed is an EOS token.
+    cases = ([40], first + 1, "stop"), ([40, "--ignore_eos"], 40, "length"), ([first + 1], first + 1, "stop")
+    for more, n, reason in cases:
+        [sample] = main(capsys, monkeypatch, *args, *GREEDY, "--max_new_tokens", *more)[0]["samples"]
+        assert sample["token_ids"] == expected[:n] and sample["finish_reason"] == reason
 
 
 @pytest.mark.slow
@@ -122,8 +114,6 @@ def test_stop_strings_end_each_row_for_itself(default_checkpoint, capsys, monkey
         assert sample["token_ids"] == before["token_ids"][: len(sample["token_ids"])]
         assert sample["finish_reason"] == ("length" if end is None else "stop")
     assert len(stopped[0]["token_ids"]) < 24
-    shown, _ = main(capsys, monkeypatch, "--prompt", "The three largest", *args[6:], *flags)
-    assert shown == "The three largest" + stopped[0]["text"] + "\n"
 
 
 @pytest.mark.slow
@@ -133,13 +123,11 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
     talk = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     usual = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     question = "What is the capital of France?"
-    for flags, system in ((["--chat"], usual), (["--system", "Be brief."], "Be brief.")):
+    for flags, system in ((["--system", "Be brief."], "Be brief."), (["--chat"], usual)):
         [sample] = main(capsys, monkeypatch, *ask, *flags, "--json")[0]["samples"]
         assert sample["prompt_tokens"] == len(tokenizer.encode(talk.format(system, question)))
-        if system == usual:
-            shown, _ = main(capsys, monkeypatch, *ask, *flags)
-            assert shown == sample["text"] + "\n", "the answer and nothing else"
-            answer = sample["text"]
+    answer = sample["text"]
+    assert main(capsys, monkeypatch, *ask, *flags)[0] == answer + "\n", "the answer and nothing else"
     shown, _ = main(capsys, monkeypatch, *ask, "--chat", "--batch_size", 2)
     said = f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n"  # the prompt comes before the answer
     assert shown == f"--- prompt 1, sample 1 ---\n{said}--- prompt 1, sample 2 ---\n{said}"
@@ -148,11 +136,9 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
 def test_several_samples_have_headings(checkpoints, capsys, monkeypatch):
     """Each says which prompt and which of its samples it is. A synthetic prompt is described, not printed."""
     args = ["--checkpoint_path", checkpoints[None], "--max_new_tokens", 5, *GREEDY, "--synthetic_prompt", 9]
-    single, _ = main(capsys, monkeypatch, *args)
-    described, answer = single.split("\n", 1)
-    assert described == "(9 arbitrary tokens, not shown)"
     [sample] = main(capsys, monkeypatch, *args, "--json")[0]["samples"]
-    assert sample["prompt_tokens"] == 9 and answer == sample["text"] + "\n"
+    assert sample["prompt_tokens"] == 9
+    assert main(capsys, monkeypatch, *args)[0] == f"(9 arbitrary tokens, not shown)\n{sample['text']}\n"
     args += ["--prompt", "One", "--prompt", "Two", "--batch_size", 2, "--num_samples", 2]
     shown, _ = main(capsys, monkeypatch, *args)
     found = re.findall(r"^--- prompt (\d), sample (\d) ---\n(.{3})", shown, re.M)
@@ -168,19 +154,14 @@ def test_a_roofline_measures_the_bandwidth(tiny, capsys, monkeypatch):
     assert entry["context"] == 1 and entry["bandwidth_bytes_per_s"] > 0
 
 
-def test_every_kind_of_prompt(default_checkpoint, tmp_path):
-    (tmp_path / "p.txt").write_text("first line\n\nsecond line\n", encoding="utf-8")
+def test_every_kind_of_prompt(default_checkpoint):
     tokenizer = Tokenizer(default_checkpoint)
-    checkpoint = open_directory(default_checkpoint)
-    args = ["--prompt", "one", "--prompt", "", "--prompt_file", str(tmp_path / "p.txt"), "--prompt_ids", "5, 6"]
-    prompts = program.read_prompts(parse_arguments([*args, "--synthetic_prompt", "300"]), checkpoint, None)
-    expected = [tokenizer.encode("one"), [1], tokenizer.encode("first line"), tokenizer.encode("second line"), [5, 6]]
-    assert prompts[:5] == expected
-    assert [len(prompt) for prompt in prompts[5:]] == [300] and len(set(prompts[5])) > 200
+    args = parse_arguments(["--prompt", "one", "--prompt", "", "--prompt_ids", "5, 6", "--synthetic_prompt", "300"])
+    *prompts, synthetic = program.read_prompts(args, open_directory(default_checkpoint), None)
+    assert prompts == [tokenizer.encode("one"), [1], [5, 6]]
+    assert len(synthetic) == 300 and len(set(synthetic)) > 200
     with pytest.raises(UserError, match="not valid UTF-8"):
         tokenizer.encode("\udcff")
-    nothing = parse_arguments([])
-    assert program.read_prompts(nothing, checkpoint, None) == [tokenizer.encode("Hello, my name is")]
 
 
 LINE_ENDS = "a\u2028b\u2029c\x85d\x0ce\x0bf\x1cg\rh"  # what str.splitlines takes for ends of lines

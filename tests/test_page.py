@@ -81,22 +81,10 @@ class Page:
         found = "[...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility())"
         return self.js(f"return {found}.map((one) => one.textContent)", selector)
 
-    @property
-    def questions(self) -> list[str]:
-        return self.texts("article.user .text")
-
-    @property
-    def answers(self) -> list[str]:
-        return self.texts("article.assistant .text")
-
-    @property
-    def notes(self) -> list[str]:
-        return self.texts(".note")
-
-    @property
-    def notice(self) -> str:
-        return self.find("#notice").text
-
+    questions = property(lambda self: self.texts("article.user .text"))
+    answers = property(lambda self: self.texts("article.assistant .text"))
+    notes = property(lambda self: self.texts(".note"))
+    notice = property(lambda self: self.find("#notice").text)
     wait = staticmethod(wait_for)
 
     def press(self, *keys: str):
@@ -137,7 +125,7 @@ class Page:
         """Send a message and return the whole answer."""
         self.send(text)
         self.done()
-        return self.answers[-1]
+        return "".join(self.answers[-1:])
 
     def wait_for_text(self, text: str):
         self.wait(lambda: text in self.find("body").text, f"the page to say {text!r}")
@@ -296,15 +284,12 @@ def test_markup_is_shown_and_does_not_run():
         assert server.messages()[0] == ("system", MARKUP)
 
 
-def outline(page: Page) -> list:
-    """The last answer as nested lists: a tag and its contents."""
-    return page.js(
-        """
-        const inside = (node) => [...node.childNodes].filter((one) => one.textContent !== "").map((one) =>
-          one.nodeName === "#text" ? one.data : [one.localName, ...inside(one)]);
-        return inside([...document.querySelectorAll("article.assistant .text")].at(-1));
-        """
-    )
+# The last answer as nested lists: a tag and its contents
+OUTLINE = """
+const inside = (node) => [...node.childNodes].filter((one) => one.textContent !== "").map((one) =>
+  one.nodeName === "#text" ? one.data : [one.localName, ...inside(one)]);
+return inside([...document.querySelectorAll("article.assistant .text")].at(-1));
+"""
 
 
 def test_lists_bold_text_and_inline_code():
@@ -337,23 +322,19 @@ The end: 2 ** 3 **4 ** 5.
     ]
     with scripted([answer], list(answer)) as (page, _):
         page.say("whole")
-        assert outline(page) == expected
+        assert page.js(OUTLINE) == expected
         assert page.js("return [...document.querySelectorAll('ol')].map((one) => one.start)") == [1, 10]
         page.say("letter by letter")
-        assert outline(page) == expected
+        assert page.js(OUTLINE) == expected
         page.say("1. My **own** `text`")
         assert page.questions[-1] == "1. My **own** `text`"
 
 
 HOSTILE = {
-    "unclosed": "`a **b\n** c** d ` e\n**\n`\n-\n1.\n```",
-    "bold": "**a " * 5000,
-    "ticks and letters": "```a" * 5000,
-    "stars": "*" * 20_000,
-    "markers": "- " * 10_000 + "x",
+    "unclosed": "`a **b\n** c** d ` e\n**\n`\n-\n1.\n```", "bold": "**a " * 5000, "ticks and letters": "```a" * 5000,
+    "stars": "*" * 20_000, "markers": "- " * 10_000 + "x", "newlines": "\n" * 20_000 + "x",
     "deep": "".join(" " * i + "- x\n" for i in range(200)),
-    "newlines": "\n" * 20_000 + "x",
-}
+}  # fmt: skip
 
 
 def test_hostile_markup():
@@ -438,8 +419,7 @@ def test_thinking_is_folded_when_the_answer_begins():
         assert page.texts(".folded p") == ["Hm, <b>2+2"] and page.answers == ["Four."]  # the reader has opened it
         page.load()
         assert page.texts(".folded summary") == ["Thinking"] and page.texts(".folded p") == []
-        page.send("And 2+3?")
-        page.done()
+        page.say("And 2+3?")
         assert "Cut off" in page.notes[-1] and page.answers == ["Four."]
         page.say("And now?")
         assert "Hm" not in json.dumps(server.bodies[1:])
@@ -470,8 +450,7 @@ def message_of_calls() -> dict:
 def test_calls_of_tools_and_their_results():
     with scripted(CALLS, ["Three."], ["Four."], ["Fine."]) as (page, server):
         page.set(tools=json.dumps(TOOLS))
-        page.send("1 + 2?")
-        page.done()
+        page.say("1 + 2?")
         assert server.bodies[0]["tools"] == TOOLS and page.answers == []
         assert page.texts(".folded summary") == ["Call of sum", "Call of now"] and page.texts(".folded pre") == []
         page.tab_to("Call of sum", Keys.SHIFT + Keys.TAB + Keys.NULL)
@@ -504,15 +483,13 @@ def test_calls_of_tools_and_their_results():
 def test_calls_that_are_not_whole_are_not_sent():
     half, wait = CALLS[:6], threading.Event()
     with scripted([*half, event("length")], ["Look", *half, wait], [*half, Breaks], ["Yes."]) as (page, server):
-        page.send("one")
-        page.done()
+        page.say("one")
         assert "Cut off" in page.notes[-1] and page.find("#input").accessible_name == "Your message"
         page.send("two")
         page.wait(lambda: len(page.texts(".folded summary")) == 2, "the second call")
         page.click("Stop")
         page.done()
-        page.send("three")
-        page.done()
+        page.say("three")
         assert "broke" in page.notes[-1]
         wait.set()
         page.say("four")
@@ -658,25 +635,20 @@ def test_a_busy_server_is_asked_again():
         assert page.notes == ["too many requests"] and server.script == [], "after some tries it ends"
 
 
-@pytest.mark.parametrize("state", ["starting", "broken"])
-def test_the_state_of_the_server_is_shown(state):
-    with scripted(health=state) as (page, server):
-        words = page.js("return HEALTH[arguments[0]]", state)
-        assert page.notice == words and len(words) > 20
+def test_the_state_of_the_server_is_shown():
+    """Also that it is gone, and is back."""
+    with scripted(["One."], health="starting") as (page, server):
         asked = server.health_requests
-        page.wait(lambda: server.health_requests > asked, "the page to ask again")
-        server.health, server.template = "ready", None
+        for state in ("starting", "broken"):
+            server.health, words = state, page.js("return HEALTH[arguments[0]]", state)
+            page.wait(lambda words=words: page.notice == words, "the state")
+            assert len(words) > 20
+        assert server.health_requests > asked
+        server.health = "ready"
         page.wait_for_text("The server is ready again.")
-        page.load()
-        page.wait_for_text("This model has no chat template")
-
-
-def test_a_server_that_is_gone_comes_back():
-    with scripted(["One."]) as (page, server):
         page.say("first")
         server.stop()
-        page.send("second")
-        page.done()
+        page.say("second")
         assert page.notes == ["The server cannot be reached."]
         page.wait_for_text("This page keeps looking for it.")
         back = StandIn(["Two."], port=server.port)
@@ -685,6 +657,9 @@ def test_a_server_that_is_gone_comes_back():
             page.click("Retry")
             page.done()
             assert page.answers == ["One.", "Two."] and page.notice == ""
+            back.template = None
+            page.load()
+            page.wait_for_text("This model has no chat template")
         finally:
             back.stop()
 
@@ -861,19 +836,11 @@ def test_stopping_frees_the_row(server, endless):
         assert server.metric(outcome) == 2 and "Stopped" in page.notes[-1]
 
 
-def test_a_conversation_that_is_too_long(server):
-    with browsing(server.port) as page:
-        page.js("input.value = 'word '.repeat(60000); element('ask').requestSubmit()")
-        page.wait_for_text("Begin a new one.")
-        assert "the context is 30000" in page.notes[0]
-
-
 def test_a_server_with_a_key(checkpoint, tmp_path):
     with running(tmp_path / "log.txt", *options(checkpoint), "--api_key", KEY) as server, browsing(server.port) as page:
         page.set(max_tokens="10", seed="1")
         page.wait(lambda: page.find("#key").is_displayed(), "the page to ask for a key")
-        page.send("hello")
-        page.done()
+        page.say("hello")
         assert page.answers == [] and "key" in page.notes[0]
         page.find("#key").send_keys("wrong", Keys.ENTER)
         page.wait_for_text("does not accept this key")

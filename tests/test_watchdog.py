@@ -159,22 +159,17 @@ def lose_wake_ups():
     load, equal, give = 0x20, 0x15, 0x06
     number, operation, count = 0, 24, 32  # offsets in struct seccomp_data
     program = [
-        (load, 0, 0, number), (equal, 0, 5, int(watchdog.FUTEX_CALL)),
-        (load, 0, 0, operation), (equal, 0, 3, 129),
+        (load, 0, 0, number), (equal, 0, 5, int(watchdog.FUTEX_CALL)), (load, 0, 0, operation), (equal, 0, 3, 129),
         (load, 0, 0, count), (equal, 0, 1, 0x7FFFFFFF),
-        (give, 0, 0, 0x00050000),  # 0 without a call
-        (give, 0, 0, 0x7FFF0000),  # the call
+        (give, 0, 0, 0x00050000), (give, 0, 0, 0x7FFF0000),  # 0 without a call; the call
     ]
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-    described = Program(len(program), ctypes.addressof(buffer))
+    described = struct.pack("HP", len(program), ctypes.addressof(buffer))
     libc = ctypes.CDLL(None)
     assert libc.prctl(38, 1, 0, 0, 0) == 0
-    for_all_threads = 1
     seccomp = {"202": 317, "98": 277}[watchdog.FUTEX_CALL]
-    if libc.syscall(seccomp, 1, for_all_threads, ctypes.byref(described)) != 0:
+    if libc.syscall(seccomp, 1, 1, described) != 0:  # for all threads
         print("no seccomp")
 
 before = tokens()
@@ -220,9 +215,8 @@ def test_how_long_a_step_may_take(limit_s, engine):
 @pytest.fixture
 def engine(monkeypatch):
     """An engine that is looked after by an impatient watchdog, which ends with the test."""
-    monkeypatch.setattr(watchdog, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(watchdog, "ALARM_S", 0.2)
-    monkeypatch.setattr(watchdog, "ALARM_FACTOR", 10)
+    for name, value in (("INTERVAL_S", 0.02), ("ALARM_S", 0.2), ("ALARM_FACTOR", 10)):
+        monkeypatch.setattr(watchdog, name, value)
     engines = [EngineStub(decode_s=0.005, decode_steps=5, decoding=1)]
     watcher = threading.Thread(target=watchdog.look_after, args=(lambda: engines[0] if engines else None,), daemon=True)
     watcher.start()

@@ -71,19 +71,14 @@ def quantized(format, N, C, groupsize, bias, dtype, seed=0):
         packed = pack(numbers(N, C, seed=seed), format, groupsize)
 
     layer = QuantizedLinear(C, N, bias, Scheme(format, groupsize))
+    layer.load_state_dict(packed | ({"bias": numbers(N, seed=seed + 1)} if bias else {}))
     if bias:
-        layer.load_state_dict(packed | {"bias": numbers(N, seed=seed + 1)})
         layer.bias = layer.bias.to(dtype)
-    else:
-        layer.load_state_dict(packed)
     return layer, FORMATS[format].unpack(packed, groupsize or C, C)
 
 
 def attention_case(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged):
-    """Random arguments of attention, sometimes with a full cache.
-
-    Every position of the cache that no token sees is NaN.
-    """
+    """Random arguments of attention, sometimes with a full cache. What no token sees of it is NaN."""
     rng = random.Random(seed)
     R = B + 1
     S = min(S, T)
@@ -129,7 +124,6 @@ WIDE = DeltaNet(layers=(0,), n_key_head=2, n_value_head=2, key_dim=48, value_dim
 
 
 def delta_state(net, R, zeros=torch.zeros):
-    """The state of R rows."""
     state = DeltaState(net)
     state.allocate(R, 100, zeros, torch.float32)
     return state

@@ -12,17 +12,14 @@ Both run over the same token ids. There is one line for each tensor, in order of
     ...
     they part at layer 3, attention.out: difference 0.81 of 4.2
 
-The difference is the largest of any element, and the scale is the largest absolute value of the
-source's tensor. Two tensors are the same if difference <= tolerance * max(1, scale). Look at the
-arrow: tensors above it are right, and those below may differ only because of it. q, k and v are
-projections; k_cache is k after norm and RoPE; attention.out.input is the output of the heads, after
-q's RoPE, mask, window, scale and groups; mlp.down.input is the output of the activation; output is
-that of the whole layer. A tensor that only one side has gets no verdict, nor have queries and keys
-that only RoPE's first dimensions rotate, because we store them in another order.
+The difference is the largest of any element, and the scale is the largest absolute value of the source's tensor. Two
+tensors are the same if difference <= tolerance * max(1, scale). Tensors above the arrow are right, and those below may
+differ only because of it. q, k and v are projections; k_cache is k after norm and RoPE; attention.out.input is the
+output of the heads; mlp.down.input is that of the activation; output is that of the whole layer. A tensor that only one
+side has gets no verdict, nor have queries and keys of which RoPE rotates a part, since we store them in another order.
 
-Rounding counts as a difference: if the source is not bfloat16, convert the checkpoint with --dtype
-float32; another --dtype here needs a higher --tolerance. A sliding window matters only in a longer
-prompt. Exit code 0: the same; 1: they part; 2: they could not be run.
+Rounding counts as a difference: convert a source that is not bfloat16 with --dtype float32; another --dtype here needs
+a higher --tolerance. A sliding window matters only in a longer prompt. Exit code 0: the same; 1: they part; 2: error.
 """
 
 import re
@@ -46,25 +43,19 @@ from model import state_bytes
 FIRST = {"embedding": "model.embed_tokens"}
 LAYER = {  # under blocks.N and model.layers.N
     "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",  # the rows of attention.qkv
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
+    # the rows of attention.qkv
+    "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "attention.k_cache": "self_attn.keys",  # in the source's own cache
-    "attention.out.input": "self_attn.o_proj.input",
-    "attention.out": "self_attn.o_proj",
+    "attention.out.input": "self_attn.o_proj.input", "attention.out": "self_attn.o_proj",
     "delta_net.out": "linear_attn.out_proj",
-    "short_conv.inputs": "conv.in_proj",
-    "short_conv.out": "conv.out_proj",
+    "short_conv.inputs": "conv.in_proj", "short_conv.out": "conv.out_proj",
     "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",  # the rows of mlp.gate_up
-    "mlp.up": "mlp.up_proj",
-    "mlp.down.input": "mlp.down_proj.input",
-    "mlp.down": "mlp.down_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj",  # the rows of mlp.gate_up
+    "mlp.down.input": "mlp.down_proj.input", "mlp.down": "mlp.down_proj",
     "experts": "sparse_mlp",
     "output": "output",
-}
+}  # fmt: skip
 LAST = {"norm": "model.norm", "logits": "logits"}
 
 

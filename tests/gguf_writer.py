@@ -1,73 +1,21 @@
 """Writes GGUF files for tests as llama.cpp's converter does, from a model and a vocabulary."""
 
+import json
 import math
+from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 
-
-def pairs(text):
-    return dict(pair.split("=") for pair in text.split())
-
-
-FIELDS = pairs("""
-    hidden_size=embedding_length num_hidden_layers=block_count intermediate_size=feed_forward_length
-    num_attention_heads=attention.head_count num_key_value_heads=attention.head_count_kv
-    rms_norm_eps=attention.layer_norm_rms_epsilon max_position_embeddings=context_length
-    num_local_experts=expert_count num_experts=expert_count num_experts_per_tok=expert_used_count
-    moe_intermediate_size=expert_feed_forward_length
-    shared_expert_intermediate_size=expert_shared_feed_forward_length
-""")
-NAMES = pairs("""
-    model.embed_tokens=token_embd model.norm=output_norm lm_head=output input_layernorm=attn_norm
-    self_attn.q_proj=attn_q self_attn.k_proj=attn_k self_attn.v_proj=attn_v self_attn.o_proj=attn_output
-    self_attn.q_norm=attn_q_norm self_attn.k_norm=attn_k_norm post_attention_layernorm=ffn_norm
-    mlp.gate_proj=ffn_gate mlp.up_proj=ffn_up mlp.down_proj=ffn_down mlp.gate=ffn_gate_inp
-    mlp.experts.gate_proj=ffn_gate_exps mlp.experts.up_proj=ffn_up_exps
-    mlp.experts.gate_up_proj=ffn_gate_up_exps mlp.experts.down_proj=ffn_down_exps
-    mlp.shared_expert_gate=ffn_gate_inp_shexp mlp.shared_expert.gate_proj=ffn_gate_shexp
-    mlp.shared_expert.up_proj=ffn_up_shexp mlp.shared_expert.down_proj=ffn_down_shexp
-""")
-# Some families have other names, architectures or fields than Llama.
-POST_NORMS = pairs("""
-    post_attention_layernorm=post_attention_norm pre_feedforward_layernorm=ffn_norm
-    post_feedforward_layernorm=post_ffw_norm
-""")
-OTHER_NAMES = {"gemma3_text": POST_NORMS, "olmo2": POST_NORMS, "olmo3": POST_NORMS}
-OTHER_NAMES["qwen3_5_text"] = pairs("""
-    post_attention_layernorm=post_attention_norm linear_attn.in_proj_qkv=attn_qkv
-    linear_attn.in_proj_z=attn_gate linear_attn.in_proj_b=ssm_beta linear_attn.in_proj_a=ssm_alpha
-    linear_attn.conv1d=ssm_conv1d linear_attn.norm=ssm_norm linear_attn.out_proj=ssm_out linear_attn=ssm
-""")
-OTHER_NAMES["qwen3_5_moe_text"] = OTHER_NAMES["qwen3_5_text"]
-OTHER_NAMES["lfm2"] = pairs("""
-    model.embedding_norm=token_embd_norm operator_norm=attn_norm ffn_norm=ffn_norm
-    self_attn.out_proj=attn_output self_attn.q_layernorm=attn_q_norm self_attn.k_layernorm=attn_k_norm
-    conv.in_proj=shortconv.in_proj conv.conv=shortconv.conv conv.out_proj=shortconv.out_proj
-    feed_forward.w1=ffn_gate feed_forward.w2=ffn_down feed_forward.w3=ffn_up
-""")
-OTHER_NAMES["phi3"] = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3"}
-ARCHITECTURES |= {
-    "qwen3_5_text": "qwen35",
-    "mixtral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "qwen3_5_moe_text": "qwen35moe",
-}
+# llama.cpp's names of what transformers' configs and models have. Some families have other names than Llama.
+TABLES = json.loads((Path(__file__).parent / "data" / "gguf_names.json").read_text())
+FIELDS, NAMES, OTHER_NAMES = TABLES["fields"], TABLES["names"], TABLES["other_names"]
+ARCHITECTURES, SCALES, YARN_FIELDS = TABLES["architectures"], TABLES["scales"], TABLES["yarn_fields"]
 PAIRED = ("llama", "smollm3", "granite", "mistral3")  # architectures that need pair_rows
-SCALES = pairs("""
-    embedding_multiplier=embedding_scale attention_multiplier=attention.scale
-    residual_multiplier=residual_scale logits_scaling=logit_scale
-""")
-YARN_FIELDS = pairs("""
-    beta_fast=rope.scaling.yarn_beta_fast beta_slow=rope.scaling.yarn_beta_slow
-    attention_factor=rope.scaling.yarn_attn_factor
-""")
 
 
 def family_fields(config):
-    """The fields that only some families have."""
     rope = config.rope_parameters
     full = rope.get("full_attention", rope)
     sliding = rope.get("sliding_attention")
@@ -76,12 +24,9 @@ def family_fields(config):
     if kind in ("linear", "yarn"):
         fields |= {"rope.scaling.type": kind, "rope.scaling.factor": float(full["factor"])}
     if kind in ("yarn", "longrope"):
-        context = full["original_max_position_embeddings"]
-        fields["rope.scaling.original_context_length"] = context
+        fields["rope.scaling.original_context_length"] = context = full["original_max_position_embeddings"]
     if kind == "yarn":
-        for theirs, name in YARN_FIELDS.items():
-            if theirs in full:
-                fields[name] = full[theirs]
+        fields |= {name: full[theirs] for theirs, name in YARN_FIELDS.items() if theirs in full}
     if config.model_type == "ministral3":
         fields["rope.scaling.yarn_log_multiplier"] = full["mscale_all_dim"]
         fields["attention.temperature_scale"] = full["llama_4_scaling_beta"]
@@ -91,28 +36,22 @@ def family_fields(config):
 
     if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         fields |= {
-            "ssm.conv_kernel": config.linear_conv_kernel_dim,
-            "ssm.state_size": config.linear_key_head_dim,
-            "ssm.group_count": config.linear_num_key_heads,
-            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads,
             "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
             "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
-            "full_attention_interval": 4,
-            "rope.dimension_sections": [11, 11, 10, 0],
-        }
+            "full_attention_interval": 4, "rope.dimension_sections": [11, 11, 10, 0],
+        }  # fmt: skip
     if config.model_type == "lfm2":
         heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
         fields |= {
-            "shortconv.l_cache": config.conv_L_cache,
-            "vocab_size": config.vocab_size,
-            "attention.head_count_kv": heads,
-            "attention.layer_norm_rms_epsilon": config.norm_eps,
-        }
+            "shortconv.l_cache": config.conv_L_cache, "vocab_size": config.vocab_size,
+            "attention.head_count_kv": heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
+        }  # fmt: skip
     if sliding is not None:
         fields["attention.sliding_window"] = config.sliding_window
         fields["rope.freq_base_swa"] = sliding["rope_theta"]
-        pattern = [layer == "sliding_attention" for layer in config.layer_types]
-        fields["attention.sliding_window_pattern"] = pattern
+        fields["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     elif config.model_type in ("phi3", "mixtral", "qwen3_moe") and config.sliding_window:
         fields["attention.sliding_window"] = config.sliding_window
     for theirs, name in SCALES.items():
@@ -131,21 +70,14 @@ def family_tensors(config):
 
 
 def pair_rows(weight, heads):
-    """Reorder rows as in files of llama: rows half a head apart become neighbours.
-
-    The rows i and i + E/2 of a head become its rows 2i and 2i + 1.
-    """
+    """Reorder rows as in files of llama: the rows i and i + E/2 of a head become its rows 2i and 2i + 1."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None, per_file=0):
-    """Write a transformers model.
-
-    quantize(name) -> a GGMLQuantizationType, or None for float32. extra, tensors: fields and tensors to
-    add or replace, or None to leave one out. per_file: the number of tensors in each of
-    several files; 0 writes one file.
-    """
+    """Write a transformers model. quantize(name) -> a GGMLQuantizationType, or None for float32. extra, tensors: fields
+    and tensors to add or replace, or None to leave one out. per_file: tensors in each of several files; 0: one file."""
     config = model.config
     family = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(path), family, split_max_tensors=per_file)
@@ -175,7 +107,6 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
 
 
 def config_fields(config):
-    """The fields that all families have."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     fields = {name: getattr(config, theirs) for theirs, name in FIELDS.items() if hasattr(config, theirs)}
@@ -188,7 +119,6 @@ def config_fields(config):
 
 
 def model_tensors(model, family):
-    """The float32 arrays of a model, by llama.cpp's names."""
     config = model.config
     names = NAMES | OTHER_NAMES.get(config.model_type, {})
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -247,10 +177,7 @@ def qwen35_array(config, stem, kind, array):
 
 
 def quantized_blocks(array, kind):
-    """The blocks uint8 of a float32 matrix.
-
-    The blocks are random if the gguf package cannot write their type.
-    """
+    """The blocks uint8 of a float32 matrix, random ones if the gguf package cannot write their type."""
     try:
         return gguf.quants.quantize(array, kind)
     except NotImplementedError:
@@ -262,22 +189,12 @@ def quantized_blocks(array, kind):
 
 
 def add_field(writer, name, value):
-    if isinstance(value, bool):
-        writer.add_bool(name, value)
-    elif isinstance(value, int):
-        writer.add_uint32(name, value)
-    elif isinstance(value, float):
-        writer.add_float32(name, value)
-    elif isinstance(value, str):
-        writer.add_string(name, value)
-    else:
-        writer.add_array(name, value)
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    getattr(writer, f"add_{kinds.get(type(value), 'array')}")(name, value)
 
 
 def bpe_fields(library, pre, **more):
     """The metadata of a byte-level BPE of the `tokenizers` library."""
-    import json
-
     model = json.loads(library.to_str())
     vocabulary = sorted(library.get_vocab(), key=library.get_vocab().get)
     special = {token["content"] for token in model["added_tokens"]}
@@ -291,25 +208,14 @@ def bpe_fields(library, pre, **more):
 
 
 def sentencepiece_fields(library, **more):
-    """The metadata of a sentencepiece model."""
     ids = range(library.get_piece_size())
-    types = [sentencepiece_type(library, i) for i in ids]
+    kinds = ((library.is_unknown, 2), (library.is_control, 3), (library.is_unused, 5), (library.is_byte, 6))
+    types = [next((number for is_kind, number in kinds if is_kind(i)), 1) for i in ids]  # 1 is a normal token
     fields = {"model": "llama", "tokens": [library.id_to_piece(i) for i in ids]}
     fields |= {"scores": [float(library.get_score(i)) for i in ids], "token_type": types}
     fields |= {"bos_token_id": library.bos_id(), "eos_token_id": library.eos_id()}
     fields |= {"unknown_token_id": library.unk_id()} | more
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-
-
-def sentencepiece_type(library, i):
-    """The number by which a GGUF file says what kind of token this is. 1 is a normal token."""
-    types = (
-        (library.is_unknown, 2),
-        (library.is_control, 3),
-        (library.is_unused, 5),
-        (library.is_byte, 6),
-    )
-    return next((number for is_kind, number in types if is_kind(i)), 1)
 
 
 def llama3_divisors(config):

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import subprocess
 
 import compare_hf
 import pytest
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 from cli import UserError
@@ -51,34 +49,21 @@ def test_same(tiny, capsys, name, shown):
     assert all(any(f", {tensor} " in line for line in lines if "only in" not in line) for tensor in shown)
 
 
-@pytest.mark.full  # it imports transformers once more, which takes seconds
-def test_same_as_a_command(tiny, python, tmp_path):
-    source, checkpoint = tiny("llama-gqa-biased")[1:]
-    command = [*python, str(ROOT / "tests/compare_hf.py"), str(checkpoint), str(source), "--tolerance", "2.5e-4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("\nthe same within 2.5e-04 everywhere\n")
-
-
 def test_other_dtypes_are_as_close_as_their_rounding(tiny, capsys):
     source, checkpoint = tiny("llama-gqa-biased")[1:]
     assert compare(capsys, checkpoint, source, "--dtype", "bfloat16")[0] == 1
     assert compare(capsys, checkpoint, source, "--dtype", "bfloat16", "--tolerance", "0.1")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "tensor, row, label",
-    [
-        ("embedding.weight", 7, "embedding"),  # 7 is the first default id
-        ("blocks.0.attention_norm.weight", 5, "layer 0, attention_norm"),
-        ("blocks.1.attention.qkv.weight", 6 * 18 + 3, "layer 1, attention.k"),
-        ("blocks.1.attention.qkv.weight", -1, "layer 1, attention.v"),
-        ("blocks.2.attention.k_norm.weight", 4, "layer 2, attention.k_norm"),
-        ("blocks.1.mlp.gate_up.weight", 38, "layer 1, mlp.up"),
-        ("norm.weight", 51, "norm"),
-        ("output.weight", 2, "logits"),
-    ],
-)
+@pytest.mark.parametrize("tensor, row, label", [
+    ("embedding.weight", 7, "embedding"),  # 7 is the first default id
+    ("blocks.0.attention_norm.weight", 5, "layer 0, attention_norm"),
+    ("blocks.1.attention.qkv.weight", 6 * 18 + 3, "layer 1, attention.k"),
+    ("blocks.1.attention.qkv.weight", -1, "layer 1, attention.v"),
+    ("blocks.2.attention.k_norm.weight", 4, "layer 2, attention.k_norm"),
+    ("blocks.1.mlp.gate_up.weight", 38, "layer 1, mlp.up"),
+    ("norm.weight", 51, "norm"), ("output.weight", 2, "logits"),
+])  # fmt: skip
 def test_finds_a_wrong_row(tiny, capsys, tmp_path, tensor, row, label):
     source, checkpoint = tiny("qwen3-gqa")[1:]
 
@@ -88,14 +73,11 @@ def test_finds_a_wrong_row(tiny, capsys, tmp_path, tensor, row, label):
     expect_fault(capsys, copy_with(checkpoint, tmp_path / "faulty", change=change), source, label)
 
 
-@pytest.mark.parametrize(
-    "name, config, label",
-    [
-        ("qwen3-gqa", {"norm_eps": 1e-2}, "layer 0, attention_norm"),
-        ("qwen3-gqa", {"rope_base": 10001.0 * 2}, "layer 0, attention.k_cache"),
-        ("mistral-window", {"sliding_window": 8}, "layer 0, attention.out.input"),
-    ],
-)
+@pytest.mark.parametrize("name, config, label", [
+    ("qwen3-gqa", {"norm_eps": 1e-2}, "layer 0, attention_norm"),
+    ("qwen3-gqa", {"rope_base": 10001.0 * 2}, "layer 0, attention.k_cache"),
+    ("mistral-window", {"sliding_window": 8}, "layer 0, attention.out.input"),
+])  # fmt: skip
 def test_finds_a_wrong_config(tiny, capsys, tmp_path, name, config, label):
     source, checkpoint = tiny(name)[1:]
     expect_fault(capsys, copy_with(checkpoint, tmp_path / "faulty", config), source, label)
@@ -125,9 +107,7 @@ def test_mistakes_are_named(tiny, tmp_path):
         (checkpoint, source, "--prompt", "Hello"): "has no tokenizer",
         (checkpoint, source, "--prompt_ids", "5,131"): "token id 131 is outside the vocabulary of 131",
         (checkpoint, source, "--prompt_ids", ""): "the prompt is empty",
-        (checkpoint, source, "--prompt_ids", "5", "--prompt", "x"): "not allowed with",
         (checkpoint, source, "--tolerance", "nan"): "must be at least 0",
-        (checkpoint,): "required",
     }.items():
         with pytest.raises(UserError, match=message) as caught:
             compare_hf.main(list(arguments))

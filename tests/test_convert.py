@@ -1,9 +1,9 @@
 """Conversion of every kind of source: what is supported, what is refused, and that nothing half-written is left."""
 
 import copy
+import dataclasses
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from functools import reduce
 from pathlib import Path
 from unittest import mock
@@ -20,6 +21,7 @@ from unittest import mock
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 import transformers
 from cases import STRANGE_VALUES, plain_twin, read_model
@@ -33,7 +35,7 @@ from tokenizers import Tokenizer as Library
 import convert_hf_checkpoint
 from checkpoint import read_config, read_quantization
 from cli import UserError
-from config import RopeScaling, ShortConv
+from config import Config, RopeScaling
 from convert_hf_checkpoint import convert
 from engine import Engine, Request, generate
 from formats import FORMATS, Quantization
@@ -77,103 +79,18 @@ def hf(tiny, tmp_path):
 
 # ---------------------------------------------------------------- real config files
 
-REAL = {  # (H, K, E, D, F, layers, V, context, base, tied, qkv bias, window, scaling)
-    "meta-llama__Llama-2-7b-hf": (32, 32, 128, 4096, 11008, 32, 32000, 4096, 1e4, False, False, None, None),
-    "meta-llama__Llama-3.1-8B-Instruct": (32, 8, 128, 4096, 14336, 32, 128256, 131072, 5e5, False, False, None, 8.0),
-    "meta-llama__Llama-3.2-1B-Instruct": (32, 8, 64, 2048, 8192, 16, 128256, 131072, 5e5, True, False, None, 32.0),
-    "transformers5__Llama-3.2-3B-Instruct": (24, 8, 128, 3072, 8192, 28, 128256, 131072, 5e5, True, False, None, 32.0),
-    "HuggingFaceTB__SmolLM2-135M-Instruct": (9, 3, 64, 576, 1536, 30, 49152, 8192, 1e5, True, False, None, None),
-    "mistralai__Mistral-7B-v0.1": (32, 8, 128, 4096, 14336, 32, 32000, 32768, 1e4, False, False, 4096, None),
-    "Qwen__Qwen2.5-0.5B-Instruct": (14, 2, 64, 896, 4864, 24, 151936, 32768, 1e6, True, True, None, None),
-    "deepseek-ai__DeepSeek-R1-Distill-Qwen-1.5B": (
-        12, 2, 128, 1536, 8960, 28, 151936, 131072, 10000, False, True, None, None,
-    ),
-    "Qwen__Qwen3-0.6B": (16, 8, 128, 1024, 3072, 28, 151936, 40960, 1e6, True, False, None, None),
-    "microsoft__Phi-4-mini-instruct": (24, 8, 128, 3072, 8192, 32, 200064, 131072, 1e4, True, False, 262144, 1.0),
-    "transformers5__Ministral-3-8B": (
-        32, 8, 128, 4096, 14336, 34, 131072, 262144, 1e6, False, False, None, 16.0,
-    ),
-    "transformers5__Qwen3.5-9B": (
-        16, 4, 256, 4096, 12288, 32, 248320, 32768, 1e4, False, False, None, None,
-    ),
-    "transformers5__Qwen3.5-35B-A3B": (16, 2, 256, 2048, 512, 40, 248320, 32768, 1e4, False, False, None, None),
-    "transformers5__Qwen3-30B-A3B": (32, 4, 128, 2048, 6144, 48, 151936, 40960, 1e6, False, False, None, None),
-    "transformers5__Mixtral-8x7B": (32, 8, 128, 4096, 14336, 32, 32000, 32768, 1e6, False, False, None, None),
-    "transformers5__LFM2-1.2B": (32, 8, 64, 2048, 8192, 16, 65536, 128000, 1e6, True, False, None, None),
-    "transformers5__SmolLM3-3B": (16, 4, 128, 2048, 11008, 36, 128256, 65536, 5e6, True, False, None, None),
-    "google__gemma-3-270m-it": (4, 1, 256, 640, 2048, 18, 262144, 32768, 1e6, True, False, 512, None),
-    "google__gemma-3-4b-it": (8, 4, 256, 2560, 10240, 34, 262208, 131072, 1e6, True, False, 1024, 8.0),
-    "google__gemma-3-27b-it": (32, 16, 128, 5376, 21504, 62, 262208, 131072, 1e6, True, False, 1024, 8.0),
-    "microsoft__Phi-3-mini-4k-instruct": (32, 32, 96, 3072, 8192, 32, 32064, 4096, 1e4, False, False, 2047, None),
-    "microsoft__Phi-3.5-mini-instruct": (32, 32, 96, 3072, 8192, 32, 32064, 131072, 1e4, False, False, 262144, 1.0),
-    "microsoft__phi-4": (40, 10, 128, 5120, 17920, 40, 100352, 16384, 250000, False, False, None, None),
-    "ibm-granite__granite-3.3-8b-instruct": (
-        32, 8, 128, 4096, 12800, 40, 49159, 131072, 1e7, True, False, None, None,
-    ),
-    "ibm-ai-platform__micro-g3.3-8b-instruct-1b": (
-        32, 8, 128, 4096, 12800, 4, 49159, 131072, 1e7, False, False, None, None,
-    ),
-    "allenai__OLMo-2-1124-7B-Instruct": (
-        32, 32, 128, 4096, 11008, 32, 100352, 4096, 5e5, False, False, None, None,
-    ),
-    "allenai__Olmo-3.1-32B-Instruct": (40, 8, 128, 5120, 27648, 64, 100278, 65536, 5e5, False, False, 4096, 8.0),
-}  # fmt: skip
-FULL_ATTENTION = {"gemma-3": 6, "Olmo-3": 4}  # in every n-th layer; the others have a sliding window
+REAL = json.loads((CONFIGS.parent / "real_configs.json").read_text())
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
+    """Their fields that are not a Config's defaults are in tests/data/real_configs.json."""
     shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
-    c = hf_config(tmp_path)
-    got = (c.n_head, c.n_kv_head, c.head_dim, c.dim, c.hidden_dim, c.n_layer, c.vocab_size, c.max_seq_length)
-    got += (c.rope_base, c.tied_embeddings, c.qkv_bias, c.sliding_window)
-    assert (*got, c.rope_scaling and c.rope_scaling.factor) == REAL[name]
+    fields = dataclasses.asdict(hf_config(tmp_path))
+    sizes = {"n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length"}
+    found = {name: value for name, value in fields.items() if name in sizes or value != getattr(Config, name)}
+    assert json.loads(json.dumps(found)) == REAL[name]
     assert capsys.readouterr().err == ""
-    assert c.qk_norm == any(family in name for family in ("Qwen3", "gemma-3", "OLMo", "Olmo", "LFM2"))
-    assert c.layers_without_rope == (tuple(range(3, 36, 4)) if "SmolLM3" in name else ())
-    assert c.rotary_dim == (64 if "Qwen3.5" in name else 96 if "Phi-4-mini" in name else None)
-    assert (c.delta_net is not None) == ("Qwen3.5" in name)
-    assert (c.short_conv is not None) == ("LFM2" in name)
-    assert (c.experts is not None) == ("A3B" in name or "Mixtral" in name)
-    assert c.query_scale_beta == (0.1 if "Ministral" in name else None)
-    periods = [period for family, period in FULL_ATTENTION.items() if family in name]
-    for i in range(c.n_layer):
-        full = c.sliding_window is None or any((i + 1) % period == 0 for period in periods)
-        assert c.window(i) == (None if full else c.sliding_window)
-
-
-def test_what_real_configs_say_beyond_sizes(tmp_path):
-    """The fields that only some of the families have."""
-    c = {}
-    for name in REAL:
-        shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
-        c[name] = hf_config(tmp_path)
-    for name, scale in (("270m", 256), ("4b", 256), ("27b", 168)):
-        gemma = c[f"google__gemma-3-{name}-it"]
-        assert gemma.attention_scale == scale**-0.5 and gemma.embedding_scale == gemma.dim**0.5
-        assert gemma.rope(0) == (1e4, None) and gemma.rope(5) == (1e6, gemma.rope_scaling)
-    for name in ("ibm-granite__granite-3.3-8b-instruct", "ibm-ai-platform__micro-g3.3-8b-instruct-1b"):
-        granite = c[name]
-        scales = granite.embedding_scale, granite.attention_scale, granite.residual_scale, granite.logits_scale
-        assert scales == (12.0, 1 / 128, 0.22, 1 / 16)
-    phi = c["microsoft__Phi-3.5-mini-instruct"]
-    assert phi.short_context == 4096 and phi.rope_scaling.factors[-1] == 2.8399994373321533
-    assert phi.rope_scaling.long_factors[-1] == 64.83999633789062
-    assert math.isclose(phi.rope_scaling.attention_factor, (1 + math.log(32) / math.log(4096)) ** 0.5)
-    assert c["microsoft__Phi-4-mini-instruct"].rotary_dim == 96
-    olmo = c["allenai__Olmo-3.1-32B-Instruct"]
-    assert olmo.rope(0) == (5e5, None) and olmo.rope(3)[1].kind == "yarn" and olmo.norm_placement == "after"
-    assert olmo.qk_norm_whole and c["allenai__OLMo-2-1124-7B-Instruct"].qk_norm_whole
-    kinds = ["Qwen3.5-35B-A3B", "Qwen3-30B-A3B", "Mixtral-8x7B"]
-    experts = [c[f"transformers5__{name}"].experts for name in kinds]
-    assert [e.layers for e in experts] == [tuple(range(n)) for n in (40, 48, 32)]
-    sizes = [(e.n_expert, e.n_active, e.hidden_dim, e.shared_dim) for e in experts]
-    assert sizes == [(256, 8, 512, 512), (128, 8, 768, 0), (8, 2, 14336, 0)]
-    assert all(e.normalized for e in experts)
-    lfm2 = c["transformers5__LFM2-1.2B"]
-    attending = [layer for layer in range(16) if lfm2.has_attention(layer)]
-    assert attending == [2, 5, 8, 10, 12, 14] and lfm2.attention_layers == 6 and lfm2.norm_eps == 1e-5
-    assert lfm2.short_conv == ShortConv(lfm2.short_conv.layers, 2048, 3, False)
 
 
 # The fields of LFM2's files, besides those that transformers 5 writes. Some of them have two names.
@@ -215,33 +132,26 @@ def test_sizes_of_lfm2_are_those_of_transformers(tmp_path, layers, multiplier, a
     assert ours.has_attention(1) == layer.is_attention_layer
 
 
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"block_use_swiglu": False}, "block_use_swiglu = false changes"),
-        ({"layer_types": ["conv"] * 15}, "must be full_attention or conv for each of 16"),
-        ({"layer_types": ["sliding_attention"] * 16}, "must be full_attention or conv for each of 16"),
-        ({"conv_L_cache": 1}, "conv_width 1 is too small"),
-        ({"conv_bias": "no"}, "bias must be true or false, not 'no'"),
-        ({"block_ffn_dim_multiplier": None}, "wrong type or size"),
-        ({"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM .model_type lfm2_m"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields, why", [
+    ({"block_use_swiglu": False}, "block_use_swiglu = false changes"),
+    ({"layer_types": ["conv"] * 15}, "must be full_attention or conv for each of 16"),
+    ({"layer_types": ["sliding_attention"] * 16}, "must be full_attention or conv for each of 16"),
+    ({"conv_L_cache": 1}, "conv_width 1 is too small"),
+    ({"conv_bias": "no"}, "bias must be true or false, not 'no'"),
+    ({"block_ffn_dim_multiplier": None}, "wrong type or size"),
+    ({"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM .model_type lfm2_m"),
+], ids=str)  # fmt: skip
 def test_fields_of_lfm2_that_are_refused(tmp_path, fields, why):
     with pytest.raises(UserError, match=why):
         lfm2_config(tmp_path, **fields)
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    {
-        "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
-        "ibm-granite__granite-3.3-8b-instruct-FP8": "quantization_config = .*compressed-tensors.* changes",
-        "microsoft__phi-2": "PhiForCausalLM",
-        "mistralai__Devstral-2-123B-Instruct-2512": 'quantization_config = .*"quant_method": "fp8".* is not supported',
-    }.items(),
-)
+@pytest.mark.parametrize("name, why", {
+    "google__gemma-2-2b-it": "Gemma2ForCausalLM .*known: LlamaForCausalLM, Mistral",
+    "ibm-granite__granite-3.3-8b-instruct-FP8": "quantization_config = .*compressed-tensors.* changes",
+    "microsoft__phi-2": "PhiForCausalLM",
+    "mistralai__Devstral-2-123B-Instruct-2512": 'quantization_config = .*"quant_method": "fp8".* is not supported',
+}.items())  # fmt: skip
 def test_real_configs_that_are_not_supported_are_refused(name, why, tmp_path):
     shutil.copyfile(CONFIGS / f"{name}.json", tmp_path / "config.json")
     with pytest.raises(UserError, match=why):
@@ -256,27 +166,21 @@ def test_ministral3_needs_the_original_context(tiny, tmp_path):
             hf_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"hidden_act": "gelu"}, 'hidden_act = "gelu" changes'),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; known: default, lin"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
-        ({"rope_parameters": SCALED_QUERIES}, "has llama_4_scaling_beta, which is not supported with 'yarn'"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, which is not supp"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a part of each head"),
-        ({"num_local_experts": 8}, "num_local_experts = 8 changes"),
-        ({"sliding_window": 64}, "sliding_window = 64 is ignored by"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"model_type": "bert"}, "model_type bert"),
-        ({"hidden_size": "36"}, "config.json"),
-        ({"num_hidden_layers": 10**9}, "n_layer must be a positive integer of at most 10000, not 1000000000"),
-        ({"num_key_value_heads": 5}, "n_head 6 is not a multiple of n_kv_head 5"),
-        ({"vocab_size": ...}, "lacks vocab_size"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields, why", [
+    ({"hidden_act": "gelu"}, 'hidden_act = "gelu" changes'),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; known: default, lin"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
+    ({"rope_parameters": SCALED_QUERIES}, "has llama_4_scaling_beta, which is not supported with 'yarn'"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section, which is not supp"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a part of each head"),
+    ({"num_local_experts": 8}, "num_local_experts = 8 changes"),
+    ({"sliding_window": 64}, "sliding_window = 64 is ignored by"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"model_type": "bert"}, "model_type bert"), ({"hidden_size": "36"}, "config.json"),
+    ({"num_hidden_layers": 10**9}, "n_layer must be a positive integer of at most 10000, not 1000000000"),
+    ({"num_key_value_heads": 5}, "n_head 6 is not a multiple of n_kv_head 5"),
+    ({"vocab_size": ...}, "lacks vocab_size"), ({"head_dim": 15}, "head_dim 15 is odd"),
+], ids=str)  # fmt: skip
 def test_fields_that_change_the_model_and_are_not_supported_are_refused(hf, fields, why):
     edit(hf, **fields)
     with pytest.raises(UserError, match=why):
@@ -290,14 +194,13 @@ def places(values, path=()):
             yield from places(value, (*path, key))
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.full)])
-def test_strange_values_of_published_configs_end_in_one_line(tmp_path, count):
+def test_strange_values_of_published_configs_end_in_one_line(tmp_path):
     """Any value in the place of any field, also in nested ones: a config is read or refused."""
     chance = random.Random(6)
     for file in sorted((CONFIGS).glob("*.json")):
         values = json.loads(file.read_text())
         every = list(itertools.product(places(values), STRANGE_VALUES))
-        for path, value in chance.sample(every, count or len(every)):
+        for path, value in chance.sample(every, 8):
             changed = copy.deepcopy(values)
             reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = value
             (tmp_path / "config.json").write_text(json.dumps(changed))
@@ -305,17 +208,6 @@ def test_strange_values_of_published_configs_end_in_one_line(tmp_path, count):
                 hf_config(tmp_path)
             except UserError as error:
                 assert len(str(error)) < 700 and "\n" not in str(error)
-
-
-def test_an_infinite_value_and_a_long_one(tmp_path):
-    values = json.loads((CONFIGS / "microsoft__Phi-4-mini-instruct.json").read_text())
-    for change, why in (
-        ({"partial_rotary_factor": math.inf}, "infinity"),
-        ({"rope_scaling": values["rope_scaling"] | {"type": "x"}}, r" \.\.\. .* asks for RoPE scaling 'x'"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(values | change))
-        with pytest.raises(UserError, match=why):
-            hf_config(tmp_path)
 
 
 def test_harmless_fields_are_ignored_and_unknown_ones_warned_about(hf, capsys):
@@ -392,31 +284,7 @@ def test_a_huge_number_of_layers_is_refused_before_they_are_listed(tmp_path):
 # ---------------------------------------------------------------- weights: formats and faults
 
 
-def test_every_format_gives_the_same_checkpoint(tmp_path):
-    """A safetensors file, its shards, a .bin file, its shards, and an old-style .bin file give the same bits."""
-    model = save_tiny("qwen2-gqa", tmp_path / "one")
-    convert(open_hf(tmp_path / "one"), tmp_path / "expected", torch.float32)
-    save_tiny("qwen2-gqa", tmp_path / "shards", max_shard_size="30KB")
-    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    for name in ("bin", "bins", "old"):
-        (tmp_path / name).mkdir()
-        shutil.copyfile(tmp_path / "one" / "config.json", tmp_path / name / "config.json")
-    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
-    torch.save(state, tmp_path / "old" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    names = sorted(state)  # q, k and v of a layer end up in different files
-    for i in range(3):
-        part = {name: state[name] for name in names[i::3]}
-        torch.save(part, tmp_path / "bins" / f"pytorch_model-{i}.bin")
-    weight_map = {name: f"pytorch_model-{n % 3}.bin" for n, name in enumerate(names)}
-    (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for name in ("shards", "bin", "bins", "old"):
-        out = convert(open_hf(tmp_path / name), tmp_path / f"{name}-out", torch.float32)
-        assert same(out, tmp_path / "expected"), name
-
-
 def test_bin_files_whose_tensors_alternate(tmp_path, monkeypatch):
-    """A file is opened once."""
     state = {str(i): torch.full((3,), i) for i in range(8)}
     weight_map = {name: f"{int(name) % 2}.bin" for name in state}
     for file in ("0.bin", "1.bin"):
@@ -431,7 +299,6 @@ def test_bin_files_whose_tensors_alternate(tmp_path, monkeypatch):
 
 
 def test_our_own_shards(tiny, tmp_path, monkeypatch):
-    """A checkpoint larger than a shard is written in several shards with an index, and loads the same."""
     expected = tiny("llama-mha")[2]
     monkeypatch.setattr("writer.SHARD_BYTES", 20_000)
     out = convert(open_hf(tiny("llama-mha")[1]), tmp_path / "out", torch.float32)
@@ -458,7 +325,7 @@ def change(hf, **tensors):
     save_file({k: v for k, v in state.items() if v is not None}, hf / "model.safetensors", metadata={"format": "pt"})
 
 
-K = "model.layers.1.self_attn.k_proj.weight"
+K, HEAD = "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"  # config.json calls the head tied
 
 
 @pytest.mark.parametrize(
@@ -470,8 +337,11 @@ K = "model.layers.1.self_attn.k_proj.weight"
         ({K: torch.full((42, 36), float("nan"))}, f"{K} holds NaN or infinity"),
         ({"model.norm.weight": torch.full((36,), 1e39, dtype=torch.float64)}, "norm.weight holds NaN or infinity"),
         ({K: torch.ones(42, 36).to(torch.float8_e4m3fn)}, f"{K} holds float8_e4m3fn, expected floating-point numbers"),
+        ({HEAD: torch.full((131, 36), float("nan"))}, f"{HEAD} holds NaN or infinity"),
+        ({HEAD: torch.ones(262, 36)}, rf"{HEAD} is \(262, 36\), but by its config it should be \(131, 36\)"),
+        ({HEAD: torch.ones(131, 36).to(torch.float8_e4m3fn)}, f"{HEAD} holds float8_e4m3fn, expected floating-point"),
     ],
-    ids=["missing", "left over", "misshapen", "NaN", "overflow", "float8"],
+    ids=["missing", "left over", "misshapen", "NaN", "overflow", "float8", "NaN head", "rows of a head", "float8 head"],
 )
 def test_wrong_tensors_are_named(hf, tmp_path, tensors, why):
     change(hf, **tensors)
@@ -503,14 +373,6 @@ def test_damaged_safetensors(hf, tmp_path):
         open_hf(hf)
 
 
-def test_a_shard_that_is_missing(tmp_path):
-    save_tiny("qwen2-gqa", tmp_path / "hf", max_shard_size="30KB")
-    gone = sorted((tmp_path / "hf").glob("model-*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(UserError, match=f"{gone.name} is missing, though model.safetensors.index.json names it"):
-        open_hf(tmp_path / "hf")
-
-
 def test_a_dtype_that_torch_does_not_have(hf):
     path = hf / "model.safetensors"
     others = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
@@ -525,12 +387,15 @@ def test_a_dtype_that_torch_does_not_have(hf):
         load_model(open_hf(hf))
 
 
-def test_a_tensor_in_two_shards(tmp_path):
+def test_a_tensor_in_two_shards_and_a_shard_that_is_missing(tmp_path):
     save_tiny("qwen2-gqa", tmp_path / "hf", max_shard_size="30KB")
-    first, *_, last = sorted((tmp_path / "hf").glob("model-*.safetensors"))
+    first, gone, *_, last = sorted((tmp_path / "hf").glob("model-*.safetensors"))
     name, tensor = next(iter(load_file(first).items()))
     save_file(load_file(last) | {name: 2 * tensor}, last, metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"holds tensor {name} twice"):
+        open_hf(tmp_path / "hf")
+    gone.unlink()
+    with pytest.raises(UserError, match=f"{gone.name} is missing, though model.safetensors.index.json names it"):
         open_hf(tmp_path / "hf")
 
 
@@ -597,7 +462,6 @@ def greedy(directory, prompts, n):
 
 
 def vocabulary(byte_level, pre="gpt-2", **more):
-    """The fields of a GGUF file about a byte-level tokenizer."""
     return bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), pre, **more)
 
 
@@ -613,7 +477,6 @@ def continued(directory, prompts, n, params):
     ["llama-mha", "llama-mqa-linear", "mistral-gqa", "qwen2-gqa", "qwen3-gqa", "qwen3-mqa-biased", "smollm3-tied"],
 )
 def test_gguf_equals_hugging_face(tiny, tmp_path, byte_level, name):
-    """A float32 GGUF file of the same model gives the same tensors, bit for bit, and the same Config."""
     oracle, _, expected = tiny(name)
     extra = {}
     if name == "llama-mqa-linear":
@@ -641,7 +504,6 @@ Q = gguf.GGMLQuantizationType
 
 
 def mixed(name):
-    """A mixture of types, as in real files and worse."""
     kinds = {"token_embd": Q.Q8_0, "output": None, "ffn_down": Q.Q8_0, "attn_output": Q.Q5_0, "attn_v": Q.Q4_1}
     if name.startswith("blk.1."):
         kinds = {"attn_v": Q.Q8_0, "ffn_up": Q.IQ4_NL, "ffn_gate": Q.Q4_0, "ffn_down": Q.BF16}
@@ -678,7 +540,6 @@ KEPT |= {
 @pytest.mark.parametrize("kinds, blocks, tables", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_quantized_tensors_are_kept(tmp_path, byte_level, family, kinds, blocks, tables):
-    """For every mixture of types, the unpacked weights equal the dequantized ones bit for bit, and so do the tokens."""
     kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
     tied = " " not in tables
     config = kind(
@@ -720,8 +581,8 @@ def test_gguf_of_other_types_is_dequantized_and_says_so(tmp_path, byte_level, ca
     assert open_gguf(path).quantization is None
     assert re.search("TQ1_0 cannot be kept: dequantized, which takes more memory", capsys.readouterr().err)
     convert(open_gguf(path), tmp_path / "out", torch.float32)
-    monkeypatched = ["convert_hf_checkpoint.py", "--keep_quantized", str(path)]
-    with mock.patch.object(sys, "argv", monkeypatched), pytest.raises(UserError, match="has none"):
+    argv = ["convert_hf_checkpoint.py", "--keep_quantized", str(path)]
+    with mock.patch.object(sys, "argv", argv), pytest.raises(UserError, match="has none"):
         convert_hf_checkpoint.main()
 
 
@@ -734,31 +595,18 @@ def small_gguf(path, byte_level, kind):
     return path
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "deepseek-r1-qwen"])
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "deepseek-r1-qwen"])
 def test_gguf_byte_level_tokenizers(tmp_path, byte_level, tiny, pre):
-    """The ids equal those of transformers' tokenizer for the same file. All files have the same vocabulary, and only
-    split text differently. transformers does not know "smollm", which is tested on the default model."""
-    fields = vocabulary(byte_level, pre, bos_token_id=0)
-    fields["tokenizer.chat_template"] = "{{ messages }}"
-    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
+    """The ids equal those of transformers' tokenizer for the same file; test_gguf.py has other kinds."""
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], vocabulary(byte_level, pre, bos_token_id=0))
     out = convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32)
     ours = Tokenizer(out)
-    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert ours.bos_id == 0 and ours.eos_ids == (1,) and ours.add_bos == (pre in ("llama-bpe", "tekken"))
-    if pre == "smollm":
-        return
+    assert ours.bos_id == 0 and ours.eos_ids == (1,) and not ours.add_bos
     oracle = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="x.gguf")
     for text in strings(["<|end|>"]):
-        ids = oracle(text, add_special_tokens=False).input_ids
-        if pre in ("llama-bpe", "tekken"):  # transformers applies merges even to a word that is a token
-            assert ours.decode(ours.encode(text)) == oracle.decode(ids, skip_special_tokens=True)
-        elif pre in ("qwen2", "deepseek-r1-qwen"):  # Qwen's own tokenizer.json normalizes to NFC
-            import unicodedata
-
-            ids = oracle(unicodedata.normalize("NFC", text), add_special_tokens=False).input_ids
-            assert ours.vocabulary.encode(text) == ids, repr(text)
-        else:
-            assert ours.vocabulary.encode(text) == ids, repr(text)
+        theirs = text if pre == "gpt-2" else unicodedata.normalize("NFC", text)  # as Qwen's own tokenizer.json does
+        ids = oracle(theirs, add_special_tokens=False).input_ids
+        assert ours.vocabulary.encode(text) == ids, repr(text)
 
 
 def test_a_second_template_for_tools_is_read_and_kept(hf, tiny, tmp_path, byte_level):
@@ -793,9 +641,6 @@ def test_a_second_template_for_tools_is_read_and_kept(hf, tiny, tmp_path, byte_l
 
 
 def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
-    """The tokenizer.model made from the metadata gives the same ids as the one that the metadata came from."""
-    import sentencepiece
-
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
     write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], sentencepiece_fields(library))
     ours = Tokenizer(convert(open_gguf(tmp_path / "x.gguf", dequantize=True), tmp_path / "out", torch.float32))
@@ -805,21 +650,13 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
     assert 1 in ours.encode("a<s>b")[1:]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"bos_token_id": None, "eos_token_id": None},
-        {"bos_token_id": 600, "eos_token_id": 2**32 - 1},
-        {"unknown_token_id": 60000, "remove_extra_whitespaces": True},
-        {"token_type": None},
-        {"token_type": None, "bos_token_id": None, "unknown_token_id": None},
-        {"scores": None},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": 600, "eos_token_id": 2**32 - 1},
+    {"unknown_token_id": 60000, "remove_extra_whitespaces": True}, {"token_type": None},
+    {"token_type": None, "bos_token_id": None, "unknown_token_id": None}, {"scores": None},
+], ids=str)  # fmt: skip
 def test_what_a_gguf_sentencepiece_tokenizer_may_leave_out(tmp_path, sentencepiece_folder, tiny, changes):
     """The first tokens are <unk>, <s> and </s>; all scores are equal, as in llama.cpp."""
-    import sentencepiece
 
     def tokenizer(fields):
         opened.metadata = {name: value for name, value in fields.items() if value is not None}
@@ -840,19 +677,15 @@ def test_what_a_gguf_sentencepiece_tokenizer_may_leave_out(tmp_path, sentencepie
         tokenizer(whole | {"tokenizer.ggml.scores": [0.0] * 599})
 
 
-@pytest.mark.parametrize(
-    "extra, tensors, why",
-    [
-        ({"tokenizer.ggml.pre": "viking"}, {}, "tokenizer.ggml.pre 'viking' is not known; known: dbrx"),
-        ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer kind 'bert' is not known; known: gpt2, llama"),
-        ({"llama.expert_count": 8}, {}, "expert_count = 8 makes this a mixture of experts"),
-        ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count = 4 rotates a part"),
-        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, {}, "longrope"),
-        ({}, {"blk.1.ffn_up.weight": None}, "lacks tensor blk.1.ffn_up.weight"),
-        ({}, {"blk.1.strange.weight": np.ones(3, np.float32)}, "holds tensor blk.1.strange.weight"),
-        ({}, {"blk.0.attn_k.weight": np.ones((61, 60), np.float32)}, r"blk.0.attn_k.weight is \(61, 60\)"),
-    ],
-)
+@pytest.mark.parametrize("extra, tensors, why", [
+    ({"tokenizer.ggml.pre": "viking"}, {}, "tokenizer.ggml.pre 'viking' is not known; known: dbrx"),
+    ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer kind 'bert' is not known; known: gpt2, llama"),
+    ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count = 4 rotates a part"),
+    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, {}, "longrope"),
+    ({}, {"blk.1.ffn_up.weight": None}, "lacks tensor blk.1.ffn_up.weight"),
+    ({}, {"blk.1.strange.weight": np.ones(3, np.float32)}, "holds tensor blk.1.strange.weight"),
+    ({}, {"blk.0.attn_k.weight": np.ones((61, 60), np.float32)}, r"blk.0.attn_k.weight is \(61, 60\)"),
+])  # fmt: skip
 def test_gguf_faults(tiny, tmp_path, byte_level, extra, tensors, why):
     path = tmp_path / "x.gguf"
     write_gguf(path, tiny("llama-mha")[0], vocabulary(byte_level), extra=extra, tensors=tensors)
@@ -868,23 +701,6 @@ def test_a_weights_file_stands_for_its_directory(tiny):
     ours = tiny("llama-mha")[2]
     for name in ("", "model.safetensors", "model.pth"):  # the last as in gpt-fast
         assert open_named(str(ours / name)).path == ours
-
-
-@pytest.mark.parametrize(
-    "source, why",
-    [
-        ("/no/such/place", "/no/such/place does not exist"),
-        ("no-such-file.gguf", "no-such-file.gguf does not exist"),
-        ("{tmp}", "has no config.json"),
-        ("{tmp}/notes.txt", "notes.txt is neither a GGUF file .* nor the directory of a model"),
-        ("some-organization/some-model", "not a local path and cannot be downloaded from the hub .*give its path"),
-    ],
-)
-def test_sources_that_do_not_exist(tmp_path, monkeypatch, source, why):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(UserError, match=why):
-        open_named(source.format(tmp=tmp_path))
 
 
 def converter(*args, **options):
@@ -907,12 +723,9 @@ def test_command(hf, tmp_path, tiny, monkeypatch):
 
     convert_again(hf, "--out", tmp_path / "out", "--dtype", "bfloat16")
     assert weights(tmp_path / "out")["norm.weight"].dtype == torch.bfloat16
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("...")
-    for args in ((hf, "--out", tmp_path / "precious"), (tmp_path / "nowhere",), (hf, "--dtype", "int3")):
+    for args in ((hf, "--out", hf), (tmp_path / "nowhere",), (hf, "--dtype", "int3")):
         with pytest.raises(UserError):
             convert_again(*args)
-    assert os.listdir(tmp_path / "precious") == ["thesis.txt"]
 
 
 @pytest.mark.slow
@@ -976,17 +789,11 @@ def test_every_family_is_in_the_tests():
 
 # ---------------------------------------------------------------- a head that config.json calls tied
 
-HEAD = "lm_head.weight"
 # Each way to name the head and the table, and to store the weights
 TIED = {
-    "llama-gqa-biased": "safetensors",
-    "mistral-gqa": "shards",
-    "qwen2-gqa": "bin",
-    "qwen35-grouped": "bins",
-    "lfm2-tied": "old bin",
-    "gemma3-tied": "bin",
-    "bloom-5": "bins",
-}
+    "llama-gqa-biased": "safetensors", "mistral-gqa": "shards", "qwen2-gqa": "bin", "qwen35-grouped": "bins",
+    "lfm2-tied": "old bin", "gemma3-tied": "bin", "bloom-5": "bins",
+}  # fmt: skip
 
 
 def store(directory, state, how):
@@ -1031,7 +838,6 @@ def oracle_of(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, how", TIED.items())
 def test_a_head_of_other_values_is_kept(tiny, tmp_path, capsys, name, how):
-    """As in transformers, which keeps the table and the head although config.json calls them tied."""
     directory = with_head(tiny, name, tmp_path / "hf", other_values, how)
     capsys.readouterr()  # the progress bars of transformers
     out = convert(open_hf(directory), tmp_path / "out", torch.float32)
@@ -1051,7 +857,6 @@ def test_a_head_of_other_values_is_kept(tiny, tmp_path, capsys, name, how):
 @pytest.mark.parametrize("how", ["safetensors", "shards", "bin", "bins", "old bin"])
 @pytest.mark.parametrize("change_head", [torch.clone, torch.Tensor.double], ids=["same dtype", "float64"])
 def test_a_head_of_equal_values_is_tied(tiny, tmp_path, capsys, how, change_head):
-    """The model has one tensor, and so has the converted checkpoint."""
     directory = with_head(tiny, "qwen2-gqa", tmp_path / "hf", change_head, how)
     oracle = oracle_of(directory)
     assert oracle.lm_head.weight is oracle.get_input_embeddings().weight
@@ -1087,23 +892,7 @@ def test_a_tied_head_without_its_table_is_the_table(tiny, tmp_path, name, how):
     assert torch.equal(weights(out)["embedding.weight"], oracle_of(directory).get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize(
-    "change_head, why",
-    [
-        (lambda table: torch.full_like(table, float("nan")), f"{HEAD} holds NaN or infinity"),
-        (lambda table: table.repeat(2, 1), rf"{HEAD} is \(262, 36\), but by its config it should be \(131, 36\)"),
-        (lambda table: table.to(torch.float8_e4m3fn), f"{HEAD} holds float8_e4m3fn, expected floating-point"),
-    ],
-    ids=["NaN", "more rows", "float8"],
-)
-def test_a_head_that_cannot_be_used_is_named(tiny, tmp_path, change_head, why):
-    directory = with_head(tiny, "llama-gqa-biased", tmp_path / "hf", change_head)
-    with pytest.raises(UserError, match=why):
-        convert(open_hf(directory), tmp_path / "out", torch.float32)
-
-
 def test_a_head_of_its_own_is_quantized_split_and_counted(tiny, tmp_path, capsys, monkeypatch):
-    """As that of a checkpoint that was converted from the same directory."""
     directory = with_head(tiny, "llama-gqa-biased", tmp_path / "hf", other_values)
     source = open_hf(directory)
     assert quantize_checkpoint(source, tmp_path / "q", Quantization("int8", 32, "int8"))
@@ -1155,29 +944,16 @@ def test_bloom_tensors_in_every_layout_they_were_published_in(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
-    """A model of 580 MB in 72 shards: the converter needs little more memory than one shard and the tensor that it
-    writes."""
-    torch.manual_seed(0)
-    D, H, layers, V = 336, 7, 70, 6000
-    config = {"model_type": "bloom", "architectures": ["BloomModel"], "hidden_size": D, "n_head": H, "n_layer": layers}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": V, "seq_length": 64}))
-    sizes = {"input_layernorm": (D,), "self_attention.query_key_value": (3 * D, D), "self_attention.dense": (D, D)}
-    sizes |= {"post_attention_layernorm": (D,), "mlp.dense_h_to_4h": (4 * D, D), "mlp.dense_4h_to_h": (D, 4 * D)}
-    weight_map = {}
-
-    def shard(number, tensors):
-        name = f"pytorch_model_{number:05}-of-00072.bin"
-        torch.save(tensors, tmp_path / name)
-        weight_map.update(dict.fromkeys(tensors, name))
-
-    norm = {"word_embeddings_layernorm.weight": torch.ones(D), "word_embeddings_layernorm.bias": torch.zeros(D)}
-    shard(1, {"word_embeddings.weight": torch.randn(V, D)} | norm)
-    for i in range(layers):
-        layer = {}
-        for name, shape in sizes.items():
-            layer[f"h.{i}.{name}.weight"], layer[f"h.{i}.{name}.bias"] = torch.randn(shape), torch.randn(shape[0])
-        shard(i + 2, layer)
-    shard(72, {"ln_f.weight": torch.ones(D), "ln_f.bias": torch.zeros(D)})
+    """The converter needs little more memory than one of 71 shards and the tensor that it writes."""
+    config = transformers.BloomConfig(
+        vocab_size=6000, hidden_size=336, n_head=7, n_layer=70, architectures=["BloomModel"]
+    )
+    config.save_pretrained(tmp_path)
+    state, weight_map = transformers.BloomModel(config).state_dict(), {}
+    for name in state:
+        weight_map[name] = f"pytorch_model_{name.split('.')[1] if name.startswith('h.') else 'rest'}.bin"
+    for shard in set(weight_map.values()):
+        torch.save({name: state[name].clone() for name in state if weight_map[name] == shard}, tmp_path / shard)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     script = """
 import resource, sys, torch
@@ -1197,24 +973,7 @@ print(peak() - start)
     assert total > 370 and float(done.stdout) < total / 3
 
 
-def test_real_bloom_configs_are_read_without_a_warning(tmp_path, capsys):
-    for name, sizes in {"bloom": (14336, 112, 128, 70), "bloom-560m": (1024, 16, 64, 24)}.items():
-        shutil.copyfile(CONFIGS / f"bigscience__{name}.json", tmp_path / "config.json")
-        c = hf_config(tmp_path)
-        assert (c.dim, c.n_head, c.head_dim, c.n_layer) == sizes
-        assert (c.n_kv_head, c.hidden_dim, c.vocab_size, c.max_seq_length) == (c.n_head, 4 * c.dim, 250880, 2048)
-        assert c.alibi and c.embedding_norm and c.tied_embeddings and (c.norm, c.mlp) == ("layer", "gelu")
-        assert c.qkv_bias and c.out_bias and c.mlp_bias and not c.post_norm_residual
-    assert capsys.readouterr().err == ""
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "bloom", "n_layer": 1, "n_head": 2} | {"n_inner": 3})
-    )
-    with pytest.raises(UserError, match="lacks hidden_size"):
-        hf_config(tmp_path)
-
-
 def test_ids_that_pad_blooms_table_are_never_sampled(byte_level, tmp_path):
-    """Even if they are the likeliest by far."""
     library = Library.from_file(str(byte_level / "tokenizer.json"))
     known = library.get_vocab_size()
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from conftest import MIXTRAL, QWEN3_MOE, QWEN35_MOE, greedy, random_prompts, sav
 from gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
 from test_families import vocabulary_fields
+from test_gguf import with_fields
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import checkpoint
@@ -62,15 +63,11 @@ def assert_same(one, other):
 
 def read_fields(folder, config, **changes):
     """The Config of a directory with only a config.json. Ellipsis removes a field."""
-    fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [names(config)]} | changes
+    kind = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}[config.model_type]
+    fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [f"{kind}ForCausalLM"]} | changes
     fields = {name: value for name, value in fields.items() if value is not Ellipsis}
     (folder / "config.json").write_text(json.dumps(fields))
     return hf_config(folder)
-
-
-def names(config):
-    kinds = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
-    return f"{kinds[config.model_type]}ForCausalLM"
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
@@ -85,7 +82,6 @@ def test_the_sparse_layers_of_qwen3_moe_are_those_of_transformers(tmp_path, step
 
 
 def test_fields_about_experts(tmp_path, capsys):
-    """Their defaults are those of transformers."""
     config = config_of("qwen3_moe")
     left_out = dict.fromkeys(("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "num_local_experts"), ...)
     both = {"num_local_experts": 3, "num_experts": 3}
@@ -116,23 +112,19 @@ def test_fields_about_experts(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "family, fields, why",
-    [
-        ("qwen3_moe", {"num_experts_per_tok": 4}, "a token cannot use 4 of 3 experts"),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "wrong type or size"),
-        ("qwen3_moe", {"mlp_only_layers": [1.5]}, "mlp_only_layers .* is not a list of the numbers of layers"),
-        ("qwen3_moe", {"norm_topk_prob": "no"}, "normalized must be true or false"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 changes"),
-        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "differs from use_sliding_window"),
-        ("qwen35_moe", {"num_experts": 0}, "n_expert must be a positive integer"),
-        ("qwen35_moe", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
-        ("mixtral", {"num_local_experts": None}, "n_expert must be a positive integer"),
-        ("mixtral", {"kv_lora_rank": 512}, "kv_lora_rank = 512 changes"),
-        ("mixtral", {"n_shared_experts": 1}, "n_shared_experts = 1 changes"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("family, fields, why", [
+    ("qwen3_moe", {"num_experts_per_tok": 4}, "a token cannot use 4 of 3 experts"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "wrong type or size"),
+    ("qwen3_moe", {"mlp_only_layers": [1.5]}, "mlp_only_layers .* is not a list of the numbers of layers"),
+    ("qwen3_moe", {"norm_topk_prob": "no"}, "normalized must be true or false"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 changes"),
+    ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "differs from use_sliding_window"),
+    ("qwen35_moe", {"num_experts": 0}, "n_expert must be a positive integer"),
+    ("qwen35_moe", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
+    ("mixtral", {"num_local_experts": None}, "n_expert must be a positive integer"),
+    ("mixtral", {"kv_lora_rank": 512}, "kv_lora_rank = 512 changes"),
+    ("mixtral", {"n_shared_experts": 1}, "n_shared_experts = 1 changes"),
+], ids=str)  # fmt: skip
 def test_fields_that_are_refused(tmp_path, family, fields, why):
     with pytest.raises(UserError, match=why):
         read_fields(tmp_path, config_of(family), **fields)
@@ -140,7 +132,6 @@ def test_fields_that_are_refused(tmp_path, family, fields, why):
 
 @pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3", "Qwen2Moe", "Olmoe", "GptOss", "Glm4Moe", "PhiMoE"])
 def test_other_families_are_refused_by_name(tmp_path, kind):
-    """Also if their config says that it is one of those with experts."""
     name = f"{kind}ForCausalLM"
     for model_type in ("deepseek_v3", "mixtral", "qwen3_moe"):
         with pytest.raises(UserError, match=f"architecture {name} .model_type {model_type}. is not known"):
@@ -168,7 +159,7 @@ def fused(state, transposed=False):
 @pytest.mark.parametrize("D, F", [(20, 14), (20, 10), (14, 14)], ids=["different", "D = 2F", "D = F"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_of_all_experts(tmp_path, family, D, F):
-    """Both ways round, and with one of the two layers as it was."""
+    """Both ways round, with one of the two layers as it was, and by Mixtral's other names."""
     save_random(config_of(family, D, F), tmp_path, seed=1)
     path = tmp_path / "model.safetensors"
     state = load_file(path)
@@ -177,18 +168,9 @@ def test_tensors_of_all_experts(tmp_path, family, D, F):
     assert one.keys() == other.keys() and not one.keys() >= state.keys()
     first = {name: tensor for name, tensor in other.items() if "layers.0." in name}
     second = {name: tensor for name, tensor in state.items() if "layers.0." not in name}
-    for stored in (one, other, first | second):
+    renamed = [{name.replace("block_sparse_moe", "mlp"): stored[name] for name in stored} for stored in (state, one)]
+    for stored in (one, other, first | second, *renamed):
         save_file(stored, path)
-        assert_same(read_directory(tmp_path), expected)
-
-
-def test_other_names_of_mixtral(tmp_path):
-    save_random(config_of("mixtral"), tmp_path, seed=1)
-    path = tmp_path / "model.safetensors"
-    state = load_file(path)
-    expected = read_directory(tmp_path)
-    for stored in (state, fused(state)):
-        save_file({name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in stored.items()}, path)
         assert_same(read_directory(tmp_path), expected)
 
 
@@ -207,22 +189,17 @@ EXPERTS = "model.layers.1.mlp.experts"
 DOWN, GATE_UP = f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"
 
 
-@pytest.mark.parametrize(
-    "changes, why",
-    [
-        ({f"{EXPERTS}.2.up_proj.weight": None}, f"lacks tensor {EXPERTS}.2.up_proj.weight"),
-        ({f"{EXPERTS}.3.up_proj.weight": (14, 20)}, rf"holds tensor {EXPERTS}.3.up_proj.weight \(14, 20\), which"),
-        ({"model.layers.1.mlp.gate.weight": (4, 20)}, r"gate.weight is \(4, 20\), .* should be \(3, 20\)"),
-        ({"model.layers.1.mlp.gate.bias": (3,)}, "holds tensor model.layers.1.mlp.gate.bias"),
-        ({GATE_UP: (3, 28, 20)}, r"experts.\d.\w+_proj.weight .\d+, \d+., which the model does not have"),
-        ({GATE_UP: None}, f"lacks tensor {GATE_UP}"),
-        ({GATE_UP: (3, 20, 28)}, r"gate_up_proj is \(3, 20, 28\), but by its config it should be \(3, 28, 20\)"),
-        ({DOWN: (3, 20, 13)}, r"down_proj is \(3, 20, 13\), but by its config it should be \(3, 20, 14\)"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes, why", [
+    ({f"{EXPERTS}.2.up_proj.weight": None}, f"lacks tensor {EXPERTS}.2.up_proj.weight"),
+    ({f"{EXPERTS}.3.up_proj.weight": (14, 20)}, rf"holds tensor {EXPERTS}.3.up_proj.weight \(14, 20\), which"),
+    ({"model.layers.1.mlp.gate.weight": (4, 20)}, r"gate.weight is \(4, 20\), .* should be \(3, 20\)"),
+    ({"model.layers.1.mlp.gate.bias": (3,)}, "holds tensor model.layers.1.mlp.gate.bias"),
+    ({GATE_UP: (3, 28, 20)}, r"experts.\d.\w+_proj.weight .\d+, \d+., which the model does not have"),
+    ({GATE_UP: None}, f"lacks tensor {GATE_UP}"),
+    ({GATE_UP: (3, 20, 28)}, r"gate_up_proj is \(3, 20, 28\), but by its config it should be \(3, 28, 20\)"),
+    ({DOWN: (3, 20, 13)}, r"down_proj is \(3, 20, 13\), but by its config it should be \(3, 20, 14\)"),
+], ids=str)  # fmt: skip
 def test_wrong_experts_are_named(tmp_path, changes, why):
-    """Also where one tensor holds the matrices of all experts."""
     save_random(config_of("qwen3_moe"), tmp_path, seed=1)
     state = load_file(tmp_path / "model.safetensors")
     if "_proj" in why and ".weight" not in why:
@@ -261,7 +238,6 @@ def test_how_often_a_file_is_opened(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_converted_and_quantized(tmp_path, family):
-    """A converted directory has the bits of its source, and int4 the tokens of its values."""
     config = config_of(family, 64, 32, 5, 3, max_position_embeddings=64)
     save_random(config, tmp_path / "hf", seed=2)
     ours = convert(open_hf(tmp_path / "hf"), tmp_path / "ours", torch.float32)
@@ -279,19 +255,15 @@ def test_converted_and_quantized(tmp_path, family):
 
 
 def gguf_file(path, byte_level, family, kinds=None, tensors=None, extra=None, **sizes):
-    """Write a random model, whose gates and ups are separate if kinds are given: (gate, up), each a
-    type or None for float32. Returns transformers' model."""
+    """Write a random model. kinds: (gate, up), each a type or None for float32, of separate gates and ups."""
     oracle = save_random(config_of(family, **sizes), path.parent / "hf", seed=3)
     changes = {}
     if kinds is not None:
         for i, layer in enumerate(oracle.model.layers):
             gate, up = layer.mlp.experts.gate_up_proj.detach().chunk(2, dim=1)
             place = f"blk.{i}.ffn_{{}}_exps.weight"
-            changes |= {
-                place.format("gate_up"): None,
-                place.format("gate"): gate.numpy(),
-                place.format("up"): up.numpy(),
-            }
+            parts = {"gate_up": None, "gate": gate.numpy(), "up": up.numpy()}
+            changes |= {place.format(name): value for name, value in parts.items()}
 
     def kind_of(name):
         kind = name.split(".")[-2]
@@ -300,12 +272,10 @@ def gguf_file(path, byte_level, family, kinds=None, tensors=None, extra=None, **
         return Q.Q8_0 if kinds not in (None, (None, None)) and kind == "ffn_down_exps" else None
 
     write_gguf(path, oracle, vocabulary_fields(byte_level), kind_of, extra, changes | (tensors or {}))
-    return oracle
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gguf_file_has_the_bits_of_the_directory(tmp_path, byte_level, family):
-    """Also with gate and up in one tensor."""
     for kinds in (None, (None, None)):
         gguf_file(tmp_path / "x.gguf", byte_level, family, kinds)
         source = open_gguf(tmp_path / "x.gguf", dequantize=True)
@@ -351,7 +321,6 @@ def test_quantized_matrices_of_experts_are_kept(tmp_path, byte_level, kinds):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, byte_level):
-    """A GGUF file of each family."""
     folder = tmp_path_factory.mktemp("experts")
     for family in FAMILIES:
         gguf_file(folder / f"{family}.gguf", byte_level, family)
@@ -359,11 +328,9 @@ def files(tmp_path_factory, byte_level):
 
 
 def opened(files, family, **fields):
-    """An open file with other fields of metadata. None removes a field."""
-    file = GgufFile(files / f"{family}.gguf")
-    changes = {f"{file.architecture}.{name}": value for name, value in fields.items()}
-    file.metadata = {name: value for name, value in (file.metadata | changes).items() if value is not None}
-    return file
+    path = files / f"{family}.gguf"
+    architecture = GgufFile(path).architecture
+    return with_fields(path, **{f"{architecture}.{name}": value for name, value in fields.items()})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -372,11 +339,9 @@ def test_fields_of_gguf_files_that_change_nothing(files, capsys, family):
     equal = {"expert_used_count": [2, 2], "expert_feed_forward_length": [14, 14]}
     neutral = {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1}
     zeros = {
-        "expert_weights_scale": 0.0,
-        "expert_gating_func": 0,
-        "expert_group_count": 0,
+        "expert_weights_scale": 0.0, "expert_gating_func": 0, "expert_group_count": 0,
         "expert_group_used_count": 0,
-    }
+    }  # fmt: skip
     for fields in (equal, neutral, zeros):
         assert opened(files, family, **fields).config() == config
     assert capsys.readouterr().err == ""
@@ -389,21 +354,17 @@ def test_the_width_of_experts_in_older_files(files):
     assert opened(files, "mixtral", **fields).config().experts.hidden_dim == 36
 
 
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"expert_weights_norm": False}, "expert_weights_norm = False is not supported; expected True"),
-        ({"expert_gating_func": 2}, "expert_gating_func = 2 is not supported; expected 1"),
-        ({"expert_group_count": 3}, "expert_group_count = 3 is not supported"),
-        ({"expert_used_count": None}, "lacks .*expert_used_count"),
-        ({"expert_used_count": 4}, "a token cannot use 4 of 3 experts"),
-        ({"expert_used_count": [1, 2]}, "expert_used_count = .1, 2. differs by layer"),
-        ({"expert_count": [3, 3]}, "expert_count = .3, 3. is not an integer"),
-        ({"expert_count": -3}, "n_expert must be a positive integer"),
-        ({"expert_latent_length": 8}, "expert_latent_length = 8 is not supported"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields, why", [
+    ({"expert_weights_norm": False}, "expert_weights_norm = False is not supported; expected True"),
+    ({"expert_gating_func": 2}, "expert_gating_func = 2 is not supported; expected 1"),
+    ({"expert_group_count": 3}, "expert_group_count = 3 is not supported"),
+    ({"expert_used_count": None}, "lacks .*expert_used_count"),
+    ({"expert_used_count": 4}, "a token cannot use 4 of 3 experts"),
+    ({"expert_used_count": [1, 2]}, "expert_used_count = .1, 2. differs by layer"),
+    ({"expert_count": [3, 3]}, "expert_count = .3, 3. is not an integer"),
+    ({"expert_count": -3}, "n_expert must be a positive integer"),
+    ({"expert_latent_length": 8}, "expert_latent_length = 8 is not supported"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_of_gguf_files_that_are_refused(files, family, fields, why):
     with pytest.raises(UserError, match=why):

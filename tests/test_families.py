@@ -9,36 +9,14 @@ import json
 import random
 import shutil
 
+import conftest
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
 from cases import STRANGE_VALUES
-from conftest import (
-    GEMMA3,
-    GRANITE,
-    LFM2,
-    MINISTRAL3,
-    MIXTRAL,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    QWEN3_MOE,
-    QWEN35,
-    QWEN35_MOE,
-    SCALED_QUERIES,
-    SHORT_CONTEXT,
-    VOCABULARY,
-    YARN_SET,
-    by_kind,
-    for_long_rows,
-    hf_greedy,
-    longrope,
-    random_prompts,
-    save_random,
-    tiny_config,
-)
+from conftest import VOCABULARY, by_kind, for_long_rows, hf_greedy, longrope, random_prompts, save_random, tiny_config
 from gguf_writer import bpe_fields, write_gguf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as TokenizersLibrary
@@ -84,53 +62,53 @@ def random_member(family: str, seed: int, wide: bool = False):
         rope = by_kind(rope_theta=rng.choice([1e6, 2e4]), **scaled)
         scalar = E if seed % 2 else rng.randint(5, 40)  # E in most models; a GGUF file means E
         more = {"head_dim": E, "query_pre_attn_scalar": scalar, "layer_types": kinds}
-        return GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
+        return conftest.GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
     if family == "phi3":
         part = rng.choice([1.0, 0.5, 0.75])
         plain = {"rope_type": "default", "rope_theta": 1e4}
         rope = rng.choice([plain, longrope(int(E * part) // 2)]) | {"partial_rotary_factor": part}
         if int(E * part) % 2:
             rope = plain
-        return PHI3(**sizes, **SHORT_CONTEXT, rope_parameters=rope, sliding_window=rng.choice([None, window]))
+        more = conftest.SHORT_CONTEXT | {"sliding_window": rng.choice([None, window])}
+        return conftest.PHI3(**sizes, **more, rope_parameters=rope)
     if family == "granite":
         scales = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
         more = {name: round(rng.uniform(0.2, 3.0), 2) for name in scales} | {"mlp_bias": rng.random() < 0.3}
-        return GRANITE(**sizes, **biased, **more)
+        return conftest.GRANITE(**sizes, **biased, **more)
     if family == "olmo2":
-        return OLMO2(**sizes, **biased)
+        return conftest.OLMO2(**sizes, **biased)
     if family == "ministral3":  # with positions up to twenty times the original context
         more = {"llama_4_scaling_beta": rng.uniform(0.1, 1.0), "original_max_position_embeddings": rng.randint(9, 70)}
-        rope = SCALED_QUERIES | more | {"mscale_all_dim": rng.choice([0.6, 1.0])}
-        return MINISTRAL3(**sizes, head_dim=E, rope_parameters=rope)
+        rope = conftest.SCALED_QUERIES | more | {"mscale_all_dim": rng.choice([0.6, 1.0])}
+        return conftest.MINISTRAL3(**sizes, head_dim=E, rope_parameters=rope)
     if family in EXPERTS:
         sizes |= experts(rng, family, layers, wide)
     if family == "mixtral":
-        return MIXTRAL(**sizes, head_dim=E, sliding_window=rng.choice([None, window]))
+        return conftest.MIXTRAL(**sizes, head_dim=E, sliding_window=rng.choice([None, window]))
     if family == "qwen3_moe":
         sliding = {"use_sliding_window": rng.random() < 0.3, "sliding_window": window}
-        return QWEN3_MOE(**sizes, **biased, **sliding, head_dim=E)
+        return conftest.QWEN3_MOE(**sizes, **biased, **sliding, head_dim=E)
     if family.startswith("qwen35"):
         E = 32 if wide else rng.choice([16, 24])
-        rope = rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 2e4}])
+        rope = rng.choice([conftest.YARN_SET, {"rope_type": "default", "rope_theta": 2e4}])
         sizes["head_dim"] = E
-        kind = QWEN35_MOE if family == "qwen35_moe" else QWEN35
+        kind = conftest.QWEN35_MOE if family == "qwen35_moe" else conftest.QWEN35
         return kind(**sizes, **delta_net(rng, layers, wide), rope_parameters=rope | {"partial_rotary_factor": 0.25})
     if family == "lfm2":
         kinds = [rng.choice(["full_attention", "conv"]) for _ in range(layers - 2)] + ["full_attention", "conv"]
         more = rng.choice([{"block_auto_adjust_ff_dim": False}, {"block_multiple_of": 32 if wide else 7}])
         more |= {"block_ffn_dim_multiplier": rng.choice([1.0, 1.3]), "conv_L_cache": rng.randint(2, 6)}
         # A GGUF file cannot say that yarn does not truncate.
-        rope = rng.choice([YARN_SET | {"truncate": True}, {"rope_type": "default", "rope_theta": 1e6}])
-        return LFM2(**sizes, **more, layer_types=rng.sample(kinds, layers), rope_parameters=rope)
+        rope = rng.choice([conftest.YARN_SET | {"truncate": True}, {"rope_type": "default", "rope_theta": 1e6}])
+        return conftest.LFM2(**sizes, **more, layer_types=rng.sample(kinds, layers), rope_parameters=rope)
     if family != "olmo3":
         raise ValueError(f"no random members of the family {family}")
-    rope = by_kind(**rng.choice([YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
-    return OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
+    rope = by_kind(**rng.choice([conftest.YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
+    return conftest.OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
 
 
 def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
-    """The fields of Qwen3.5 about gated delta nets. There is at least one, and a layer with attention: without it
-    transformers does not generate."""
+    """The fields of Qwen3.5 about gated delta nets. Without a layer with attention transformers does not generate."""
     n, dk, dv = (2, 32, 32) if wide else (rng.randint(1, 4), rng.randint(5, 20), rng.randint(5, 24))
     fields = {"linear_num_key_heads": n, "linear_num_value_heads": n * rng.randint(1, 3)}
     fields |= {"linear_key_head_dim": dk, "linear_value_head_dim": dv, "linear_conv_kernel_dim": rng.randint(2, 5)}
@@ -162,8 +140,7 @@ FAMILIES = ("gemma3", "phi3", "granite", "olmo2", "olmo3", "ministral3", "qwen35
 
 @pytest.fixture(scope="module")
 def member(tmp_path_factory):
-    """(family, seed) -> transformers' model for long rows, its directory, and its greedy tokens for prompts of
-    LENGTHS."""
+    """(family, seed) -> transformers' model for long rows, its directory, its greedy tokens for prompts of LENGTHS."""
     made, prompts = {}, random_prompts(LENGTHS, seed=3)
 
     def get(*which):
@@ -239,7 +216,6 @@ FORMATS |= {"qwen35": "int4", "lfm2": "int4", "mixtral": "int8", "qwen3_moe": "i
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantized_family(member, tmp_path, family):
-    """Kernels and plain torch have the same tokens; in bfloat16 a converted checkpoint has those of its source."""
     format = FORMATS[family]
     folder = member(family, 7 if family == "phi3" else 0)[1]
     exact = convert(open_hf(folder), tmp_path / "exact", torch.float32)
@@ -259,7 +235,6 @@ def vocabulary_fields(byte_level) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gguf_file_equals_transformers(member, byte_level, tmp_path, family):
-    """As llama.cpp's converter writes it, in float32."""
     oracle, _, expected = member(family, 7 if family in ("phi3", "gemma3") else 0)
     write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level))
     assert tokens(Engine(load_model(open_gguf(tmp_path / "x.gguf"), dtype=torch.float32), 3, 200)) == expected
@@ -277,16 +252,15 @@ def test_a_quantized_gguf_file(byte_level, tmp_path, family):
     assert tokens(Engine(load_model(tmp_path / "ours", dtype=torch.float32), 3, 200)) == kept
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(None, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_strange_values_in_a_gguf_file_end_in_one_line(member, byte_level, tmp_path, family, count):
+def test_strange_values_in_a_gguf_file_end_in_one_line(member, byte_level, tmp_path, family):
     """Any value in the place of any field: the file's Config has tables of positions, or it is refused."""
     write_gguf(tmp_path / "x.gguf", member(family, 7 if family == "phi3" else 0)[0], vocabulary_fields(byte_level))
     chance = random.Random(family)
     layers = GgufFile(tmp_path / "x.gguf").config().n_layer
     values = [*STRANGE_VALUES, [3] * layers, ["x"] * layers, [True] * layers, [2**40] * layers]
     for name in USED_FIELDS.split():
-        for value in chance.sample(values, count or len(values)):
+        for value in chance.sample(values, 5):
             opened = GgufFile(tmp_path / "x.gguf")
             opened.metadata[f"{opened.architecture}.{name}"] = value
             try:

@@ -1,6 +1,7 @@
 """GGUF files that run as they are: the header's parser, broken and hostile files, files that change, ranks."""
 
 import dataclasses
+import json
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from conftest import ROOT, greedy, random_prompts
 from gguf_writer import bpe_fields, model_tensors, sentencepiece_fields, write_gguf
 from programs import main
 from texts import strings
+from tokenizers import Tokenizer as Library
 
 import formats
 from cli import UserError
@@ -39,6 +41,10 @@ from tp import Shard
 Q = gguf.GGMLQuantizationType
 
 
+def vocabulary(byte_level):
+    return bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "qwen2")
+
+
 def kinds_of_a_real_file(name):
     kinds = {"token_embd": Q.Q6_K, "attn_v": Q.Q6_K, "ffn_down": Q.Q5_K if name.startswith("blk.1.") else Q.Q6_K}
     return kinds.get(name.split(".")[-2], Q.Q4_K)
@@ -46,16 +52,13 @@ def kinds_of_a_real_file(name):
 
 def write_small(path, byte_level, per_file=0):
     """A small model whose layers have several formats, as in a Q4_K_M file. per_file: see write_gguf."""
-    from tokenizers import Tokenizer as Library
-
     config = transformers.Qwen2Config(
         vocab_size=131, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, intermediate_size=768,
         num_hidden_layers=2, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(3)
-    fields = bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "qwen2")
     model = transformers.AutoModelForCausalLM.from_config(config)
-    write_gguf(path, model, fields, quantize=kinds_of_a_real_file, per_file=per_file)
+    write_gguf(path, model, vocabulary(byte_level), quantize=kinds_of_a_real_file, per_file=per_file)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,6 @@ def test_the_header_equals_that_of_the_gguf_package(file, which):
 
 
 def test_a_split_model_equals_the_whole_file(file, split):
-    """Whichever of its files is named."""
     whole, prompts = open_gguf(file), random_prompts([5, 9], 131)
     expected = greedy(load_model(whole), prompts, 7)
     assert [path.name for path in split] == [f"small-{i:05}-of-00004.gguf" for i in (1, 2, 3, 4)]
@@ -107,18 +109,12 @@ def test_a_split_model_equals_the_whole_file(file, split):
 
 BROKEN_SPLITS = {
     "one is missing": (lambda paths: paths[2].unlink(), "is one of 4 files .* beside it small-00003-of-00004.gguf is"),
-    "two are missing": (
-        lambda paths: [path.unlink() for path in paths[1:3]],
-        "small-00002-of-00004.gguf and 1 more is",
-    ),
+    "two are missing": (lambda paths: [p.unlink() for p in paths[1:3]], "small-00002-of-00004.gguf and 1 more is"),
     "another name": (lambda paths: paths[0].rename(paths[0].parent / "x.gguf"), "its name must end as MODEL-00001-of"),
-    "two are swapped": (
-        lambda paths: shutil.copy(paths[1], paths[2]),
-        "00003-of-00004.gguf holds tensor .*, and so does another file of the model",
-    ),
-    "one is not a part": (
+    "two are swapped": (lambda paths: shutil.copy(paths[1], paths[2]), "00003-of-00004.gguf holds .*, and so does ano"),
+    "one is no part": (
         lambda paths: paths[1].write_bytes(b"GGUF" + bytes(99)),
-        "small-00002-of-00004.gguf is not a readable GGUF file",
+        "00002-of-00004.gguf is not a readable",
     ),
     "one is truncated": (lambda paths: os.truncate(paths[3], paths[3].stat().st_size - 1), "truncated: tensor "),
 }
@@ -153,10 +149,7 @@ def edited(file, name, change):
 
 
 DAMAGES = {
-    "beyond the end": (
-        lambda d, kind, offset: (d, kind, 1 << 40),
-        "truncated: tensor blk.1.attn_q.weight ends at byte",
-    ),
+    "beyond the end": (lambda d, kind, offset: (d, kind, 1 << 40), "tensor blk.1.attn_q.weight ends at byte"),
     "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
     "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is not a multiple of 32"),
     "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "overlap"),
@@ -189,10 +182,6 @@ def test_other_broken_files_are_refused(file, tmp_path):
         with pytest.raises(UserError, match=why):
             open_gguf(path)
     path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="x.gguf is not a regular file"):
-        open_gguf(path)
-    path.unlink()
     path.mkdir()
     with pytest.raises(UserError, match="x.gguf is not a regular file"):
         open_gguf(path)
@@ -202,7 +191,6 @@ def test_other_broken_files_are_refused(file, tmp_path):
 
 @pytest.mark.slow
 def test_random_damage_ends_in_one_line_or_not_at_all(file, tmp_path):
-    """Bytes of the header are changed at random. Whatever happens, it is a model or a UserError of one line."""
     raw, path, rng = file.read_bytes(), tmp_path / "x.gguf", random.Random(5)
     size = min(info.start for info in GgufFile(file).infos.values())
     refused = 0
@@ -224,8 +212,7 @@ def test_random_damage_ends_in_one_line_or_not_at_all(file, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_equals_its_conversion(file, tmp_path, dtype):
-    """The model that is read from the file has the tokens of the directory with the same bits, and of a dense one."""
+def test_a_file_equals_its_conversion(file, tmp_path, monkeypatch, dtype):
     kept, dense = tmp_path / "kept", tmp_path / "dense"
     convert(open_gguf(file), kept, dtype), convert(open_gguf(file, dequantize=True), dense, dtype)
     prompts = random_prompts((5, 30))
@@ -236,20 +223,17 @@ def test_a_file_equals_its_conversion(file, tmp_path, dtype):
     expected = tokens(kept)
     assert tokens(open_gguf(file)) == expected
     if dtype == torch.float32:
+        monkeypatch.setattr(formats, "UNPACK_BLOCK", 1000)  # a row is unpacked at a time
         assert tokens(dense) == tokens(open_gguf(file), dequantize=True) == expected
         assert tokens(open_gguf(file), kernels="torch") == expected
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_takes_its_slices(file, ranks):
-    """Rows and columns of whole blocks, also where q, k and v have different formats."""
-    if ranks == 3:
-        with pytest.raises(UserError, match="n_head 8 is not a multiple of 3"):
-            read_model(open_gguf(file), shard=Shard(0, 3))
-        return
+def test_each_rank_takes_its_slices(file):
+    with pytest.raises(UserError, match="n_head 8 is not a multiple of 3"):
+        read_model(open_gguf(file), shard=Shard(0, 3))
     whole = read_model(open_gguf(file))
-    for rank in range(ranks):
-        shard = Shard(rank, ranks)
+    for rank in range(2):
+        shard = Shard(rank, 2)
         part, slices = read_model(open_gguf(file), shard=shard).state_dict(), shard.fit(whole).slices(whole)
         assert part.keys() == whole.state_dict().keys()
         for name, tensor in whole.state_dict().items():
@@ -289,14 +273,9 @@ def test_a_file_that_changes_while_it_is_read(file, tmp_path, monkeypatch):
             opened.write(data[:-1] + b"x")
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    for change, why in (
-        (replace, "was changed while it was read"),
-        (lambda: path.write_bytes(b"x" + data[1:]), "was changed while it was read"),
-        (lambda: os.truncate(path, 5000), "was changed while it was read"),
-        (path.unlink, "was changed while it was read"),
-        (overwrite, "was changed while it was read"),
-    ):
-        with pytest.raises(UserError, match=why):
+    write_again = (lambda: path.write_bytes(b"x" + data[1:])), (lambda: os.truncate(path, 5000))
+    for change in (replace, *write_again, path.unlink, overwrite):
+        with pytest.raises(UserError, match="was changed while it was read"):
             read_with(change)
     read_with(lambda: None)
 
@@ -311,15 +290,12 @@ def test_a_directory_that_another_model_replaces_while_it_is_read(tiny, tmp_path
         load_model(dataclasses.replace(source, open_weights=lambda: weights))
 
 
-def files_of_the_checkout():
-    """All files but those of tools that run beside this test: .git, .hypothesis, environments, caches of bytecode."""
-    names = (path.relative_to(ROOT).parts for path in ROOT.rglob("*"))
-    return {parts for parts in names if "__pycache__" not in parts and not parts[0].startswith(".")}
-
-
 @pytest.mark.slow
 def test_nothing_is_written(file, tmp_path):
-    """A file in a read-only directory runs, and no file appears beside it, in the checkout, or at home."""
+    def files_of_the_checkout():  # without those of tools that run beside this test
+        names = (path.relative_to(ROOT).parts for path in ROOT.rglob("*"))
+        return {parts for parts in names if "__pycache__" not in parts and not parts[0].startswith(".")}
+
     (tmp_path / "home").mkdir()
     before = files_of_the_checkout()
     environment = os.environ | {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -332,7 +308,6 @@ def test_nothing_is_written(file, tmp_path):
 
 
 def test_fields_that_do_not_fit_are_refused(file):
-    """Each in one line, also where the tokenizer's library panics."""
     tokens = {f"tokenizer.ggml.{name}": value for name, value in (("tokens", ["a", "b", "c"]), ("merges", ["a b"]))}
     cases = [
         (tokens | {"tokenizer.ggml.token_type": [1, 1, 1]}, "the tokenizer's fields do not fit each other"),
@@ -430,7 +405,6 @@ LAYERED = {"attention.head_count": 8, "attention.head_count_kv": 4, "feed_forwar
 
 @pytest.mark.parametrize("name, value", LAYERED.items())
 def test_a_list_of_equal_values_is_one_value(file, name, value):
-    """One for each of the two layers. Others are refused by name."""
     config, name = GgufFile(file).config(), f"qwen2.{name}"
     assert with_fields(file, **{name: [value, value]}).config() == config
     for other in (2 * value, 0):
@@ -446,30 +420,19 @@ ZEROS = """logit_scale embedding_scale residual_scale attention.scale attention.
 
 
 @pytest.mark.parametrize("name", ZEROS.split())
-@pytest.mark.parametrize("zero", [0, 0.0])
-def test_a_zero_counts_as_absent(file, name, zero):
-    if name in ("attention.sliding_window", "expert_count") and isinstance(zero, float):
-        return  # whole numbers
-    assert with_fields(file, **{f"qwen2.{name}": zero}).config() == GgufFile(file).config()
+def test_a_zero_counts_as_absent(file, name):
+    assert with_fields(file, **{f"qwen2.{name}": 0}).config() == GgufFile(file).config()
 
 
 FACTOR, OLD, KIND = "qwen2.rope.scaling.factor", "qwen2.rope.scale_linear", "qwen2.rope.scaling.type"
 
 
-@pytest.mark.parametrize(
-    "fields, kind, factor",
-    [
-        ({FACTOR: 4.0}, "linear", 4.0),
-        ({OLD: 3.0}, "linear", 3.0),
-        ({OLD: 3.0, FACTOR: 4.0}, "linear", 4.0),
-        ({OLD: 3.0, KIND: "linear"}, "linear", 3.0),
-        ({OLD: 3.0, KIND: "yarn"}, "yarn", 3.0),
-        ({OLD: 3.0, FACTOR: 4.0, KIND: "none"}, None, None),
-        ({FACTOR: 1.0}, None, None),
-        ({KIND: "yarn", FACTOR: 4.0, "qwen2.rope.scaling.original_context_length": 0}, "yarn", 4.0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields, kind, factor", [
+    ({FACTOR: 4.0}, "linear", 4.0), ({OLD: 3.0}, "linear", 3.0), ({OLD: 3.0, FACTOR: 4.0}, "linear", 4.0),
+    ({OLD: 3.0, KIND: "linear"}, "linear", 3.0), ({OLD: 3.0, KIND: "yarn"}, "yarn", 3.0),
+    ({OLD: 3.0, FACTOR: 4.0, KIND: "none"}, None, None), ({FACTOR: 1.0}, None, None),
+    ({KIND: "yarn", FACTOR: 4.0, "qwen2.rope.scaling.original_context_length": 0}, "yarn", 4.0),
+], ids=str)  # fmt: skip
 def test_a_rope_factor_without_a_type_is_linear(file, fields, kind, factor):
     config, plain = with_fields(file, **fields).config(), GgufFile(file).config()
     found = config.rope_scaling
@@ -491,14 +454,10 @@ def test_a_pattern_says_which_layers_slide(file, pattern, layers):
     assert with_fields(file, **fields).config().sliding_layers == layers
 
 
+RECORDED = json.loads((ROOT / "tests" / "data" / "pre_tokenizers.json").read_text())
 # What llama-tokenize gives for the default model's file with another tokenizer.ggml.pre and without add_bos_token.
 WORDS = "I'm 12345½, IT'S a=b|c` x-Ray/\n\nHTTPServer:\r\n  internationalization"
-_DIGITS = [216, 33, 34, 35, 36, 37, 16738, 28, 9627, 23, 67, 253, 45, 82, 108, 83, 80, 1792, 29, 30300, 31]
-_DEFAULT = [57, 23, 93, *_DIGITS, 198, 198, 8049, 33635, 10740, 42, 23799, 3113, 1237]
-_GPT2 = [57, 5248, *_DIGITS, 198, 198, 8049, 33635, 10740, 42, 23799, 3113, 1237]
-_LLAMA3 = [57, 5248, *_DIGITS, 1116, 8049, 33635, 10740, 42, 2738, 216, 3113, 1237]
-OF_LLAMA_CPP = {None: _DEFAULT, "": _DEFAULT, "default": _DEFAULT, "a.x-4.0": _GPT2, "starcoder": _GPT2}
-OF_LLAMA_CPP |= {"falcon3": [1, *_LLAMA3], "pixtral": [1, *_LLAMA3], "smaug-bpe": _LLAMA3, "glm4": _LLAMA3}
+OF_LLAMA_CPP = dict(RECORDED["ids of llama-tokenize"])
 
 
 @pytest.fixture(scope="module")
@@ -514,18 +473,8 @@ def test_names_of_pre_tokenizers_have_the_ids_of_llama_cpp(default_file, capsys,
     assert ("lacks tokenizer.ggml.pre" in capsys.readouterr().err) == (not pre)
 
 
-# The pieces between which there are no merges. llama-tokenize has the same ids for 200 texts with each of these.
-_DBRX, _QWEN2 = "I|'m| |123|4| aB|=c| `(|d|'S|/\n\n|12", "I|'m| |1|2|3|4| aB|=c| `(|d|'S|/\n\n|1|2"
-PIECES = {
-    "default": "I|'|m| |123|4| aB|=|c| `|(|d|'|S|/|\n|\n|12",
-    "gpt-2": "I|'m| 1234| aB|=|c| `(|d|'|S|/|\n|\n|12",
-    "smollm": "I|'m| |1|2|3|4| aB|=|c| `(|d|'|S|/|\n\n|1|2",
-    "falcon": "I|'|m| |123|4| aB|=|c| |`(|d|'|S|/|\n|\n|12",
-    "seed-coder": "I|'m| |1|2|3|4| aB|=c| `(|d|'S|/|\n\n|1|2",
-    "tekken": "I|'m| |1|2|3|4| a|B|=c| `(|d|'S|/\n\n|1|2",
-    "gpt-4o": "I'm| |123|4| a|B|=c| `(|d'S|/\n\n|12",
-}
-PIECES |= dict.fromkeys(["llama-bpe", "glm4", "dbrx", "minicpm5"], _DBRX) | {"qwen2": _QWEN2, "qwen35": _QWEN2}
+# Between which there are no merges. llama-tokenize has the same ids for 200 texts with each of these.
+PIECES = RECORDED["pieces"]
 
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
@@ -545,10 +494,8 @@ TOKENIZER_FIELDS = """model pre tokens token_type merges scores bos_token_id eos
     unknown_token_id padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces"""
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(None, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_strange_values_in_the_tokenizers_fields_end_in_one_line(file, sentencepiece_folder, kind, count):
-    """Any value in the place of any field, or none: a tokenizer that encodes and decodes, or one line."""
+def test_strange_values_in_the_tokenizers_fields_end_in_one_line(file, sentencepiece_folder, kind):
     opened = GgufFile(file)
     if kind == "llama":
         library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
@@ -558,7 +505,7 @@ def test_strange_values_in_the_tokenizers_fields_end_in_one_line(file, sentencep
     values = [*STRANGE_VALUES, "gpt2", "llama", "default", ["a"] * n, [str(i) for i in range(n)], [3] * n, [1.5] * n]
     used = 0
     for name in TOKENIZER_FIELDS.split():
-        for value in chance.sample(values, count or len(values)):
+        for value in chance.sample(values, 6):
             fields = whole | {f"tokenizer.ggml.{name}": value}
             opened.metadata = {name: value for name, value in fields.items() if value is not None}
             try:
@@ -591,16 +538,7 @@ def test_an_absurd_header_is_refused_at_once(file, tmp_path, monkeypatch):
             open_gguf(tmp_path / "x.gguf")
 
 
-@pytest.mark.slow
-def test_unpacking_in_blocks_of_rows(file, monkeypatch):
-    whole = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
-    monkeypatch.setattr(formats, "UNPACK_BLOCK", 1000)  # a row
-    parts = load_model(open_gguf(file), dtype=torch.float32, dequantize=True).state_dict()
-    assert whole.keys() == parts.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
 def test_a_file_that_drafts_for_itself_is_dequantized(file):
-    """Without a change of the caller's options."""
     options = ModelOptions(device="cpu", draft=[DraftOption("int4-self")])
     engine = load_engine(open_checkpoint(str(file)), options, 1, 16)
     assert engine.model.blocks[0].mlp.down.weight.dtype == torch.bfloat16 and not options.dequantize
@@ -624,9 +562,10 @@ def ollama_fields(architecture, config):
 
 def other_tensors():
     """Tensors of encoders and of a layer that drafts tokens, some called like those of a language model."""
-    names = ["v.blk.0.attn_q.bias", "v.patch_embd.weight", "mm.0.attn_q.bias", "mm.input_projection.weight"]
+    names = ["v.blk.0.attn_q.bias", "mm.0.attn_q.bias", "mm.input_projection.weight"]
     names += ["a.blk.0.ffn_down.bias", "mtp.fc.weight", "mtp.layers.0.attn_q.weight", "mtp.norm.weight"]
-    return {name: np.full((3, 5), np.nan, dtype=np.float32) for name in names}
+    tensors = {name: np.full((3, 5), np.nan, dtype=np.float32) for name in names}
+    return tensors | {"v.patch_embd.weight": np.ones((2, 256), dtype=np.float32)}
 
 
 def ollama_tensors(oracle, architecture):
@@ -638,12 +577,6 @@ def ollama_tensors(oracle, architecture):
             if old in name:
                 tensors |= {name: None, name.replace(old, new): array}
     return tensors
-
-
-def vocabulary(byte_level):
-    from tokenizers import Tokenizer as Library
-
-    return bpe_fields(Library.from_file(str(byte_level / "tokenizer.json")), "qwen2")
 
 
 OF_OLLAMA = {"qwen35-grouped": "qwen35", "qwen35-moe-5": "qwen35moe", "qwen35-moe-8": "qwen35moe", "lfm2-tied": "lfm2"}
@@ -659,7 +592,8 @@ def test_a_file_of_ollama_equals_that_of_llama_cpp(tiny, byte_level, tmp_path, c
     capsys.readouterr()
 
     extra, tensors = ollama_fields(architecture, oracle.config), ollama_tensors(oracle, architecture)
-    write_gguf(paths[1], oracle, vocabulary(byte_level), extra=extra, tensors=tensors)
+    other_type = {"v.patch_embd.weight": Q.TQ1_0}  # of no format; since it is left out, it is not dequantized
+    write_gguf(paths[1], oracle, vocabulary(byte_level), other_type.get, extra, tensors)
     source = open_named(str(paths[1]))
     said = "ollama.gguf: left out: tensors that are not of the language model (a.*, mm.*, mtp.*, v.*)"
     [line] = capsys.readouterr().err.splitlines()
@@ -708,25 +642,10 @@ def test_other_tensors_are_left_out_of_every_family_if_rope_is_known(file, tiny,
         with_fields(path, **{"gemma3.rope.local.freq_base": 10000.0}).config()
 
 
-def test_what_is_left_out_is_not_said_to_be_dequantized(file, tmp_path, byte_level, tiny, capsys):
-    """A tensor of another modality in a type that no format has."""
-    tensors = {"v.blk.0.ffn_up.weight": np.ones((2, 256), dtype=np.float32)}
-
-    def kind(name):
-        return Q.TQ1_0 if name.startswith("v.") else None
-
-    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], vocabulary(byte_level), quantize=kind, tensors=tensors)
-    open_gguf(tmp_path / "x.gguf")
-    err = capsys.readouterr().err
-    assert "left out: tensors that are not of the language model (v.*)" in err and "dequantized" not in err
-
-
 # ---------------------------------------------------------------- files without the suffix .gguf
 
-NAMES = ["blobs/sha256-83c54730", "llama3.2", "model.bin", "MODEL.GGUF"]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["blobs/sha256-83c54730", "llama3.2", "model.bin", "MODEL.GGUF"])
 @pytest.mark.parametrize("linked", [False, True])
 def test_the_first_four_bytes_decide(file, tmp_path, name, linked):
     path = tmp_path / name

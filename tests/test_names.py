@@ -29,28 +29,12 @@ from sources.wheels import Wheels
 # ---------------------------------------------------------------- a hub
 
 
-class Hub(ThreadingHTTPServer):
-    """A server with the endpoints of the Hugging Face hub that downloads use: the list of a repository's files, and
-    each file with its digest. `files`: "organization/name/file" -> data."""
-
-    daemon_threads = True
-
-    def __init__(self, files):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.asked = files, []
-        self.gated = ()  # repositories
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-
 class Handler(BaseHTTPRequestHandler):
+    """The endpoints of the Hugging Face hub that downloads use: the list of a repository's files, and each file with
+    its digest."""
+
     def log_message(self, *_):
         pass
-
-    def do_HEAD(self):
-        self.do_GET()
 
     def do_GET(self):
         hub_server, path = self.server, self.path.split("?")[0]
@@ -65,8 +49,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, {"X-Error-Code": "EntryNotFound"})
         self.answer(200, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": "1" * 40}, data)
 
+    do_HEAD = do_GET
+
     def send_list(self, repository, is_tree):
-        """The files of a repository: as a tree, or beside what else there is to say of it."""
         start = f"{repository}/"
         found = {name.removeprefix(start): data for name, data in self.server.files.items() if name.startswith(start)}
         if not found:
@@ -88,7 +73,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(files):
-    server = Hub(files)
+    """A server of these files: "organization/name/file" -> data."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.asked, server.gated = files, [], ()
+    server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -101,8 +89,6 @@ def served(files):
 
 @pytest.fixture
 def use_hub(monkeypatch, tmp_path):
-    """A function that makes huggingface_hub use a server and an empty cache."""
-
     def use(url):
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
@@ -136,21 +122,13 @@ def many():
 # ---------------------------------------------------------------- which file a name means
 
 
-@pytest.mark.parametrize(
-    "name, file",
-    [
-        ("org/many:Q4_K_M", "Model-Q4_K_M.gguf"),
-        ("org/many", "Model-Q4_K_M.gguf"),
-        ("org/many:UD-Q4_K_M", "Model-UD-Q4_K_M.gguf"),
-        ("org/many:IQ4_NL", "Model-IQ4_NL.gguf"),
-        ("org/many:Model-Q2_K.gguf", "Model-Q2_K.gguf"),
-        ("org/many:Q8_0", "Q8_0/Model-Q8_0-00001-of-00003.gguf"),
-        ("hf.co/org/many:Q4_0", "Model-Q4_0.gguf"),
-        ("org/one:Q5_K_M", "model.q5_k_m.gguf"),
-        ("org/small", "tiny.Q8_0.gguf"),
-        ("org/odd", "tiny.gguf"),
-    ],
-)
+@pytest.mark.parametrize("name, file", [
+    ("org/many:Q4_K_M", "Model-Q4_K_M.gguf"), ("org/many", "Model-Q4_K_M.gguf"),
+    ("org/many:UD-Q4_K_M", "Model-UD-Q4_K_M.gguf"), ("org/many:IQ4_NL", "Model-IQ4_NL.gguf"),
+    ("org/many:Model-Q2_K.gguf", "Model-Q2_K.gguf"), ("org/many:Q8_0", "Q8_0/Model-Q8_0-00001-of-00003.gguf"),
+    ("hf.co/org/many:Q4_0", "Model-Q4_0.gguf"), ("org/one:Q5_K_M", "model.q5_k_m.gguf"),
+    ("org/small", "tiny.Q8_0.gguf"), ("org/odd", "tiny.gguf"),
+])  # fmt: skip
 def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
     use_hub(many.url)
     path, _ = find_model(name)
@@ -164,34 +142,21 @@ def test_the_file_of_a_name(many, use_hub, tmp_path, name, file):
     assert not [asked for asked in many.asked if "/resolve/" in asked[1]], "what is there is not asked for again"
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        (
-            "org/many:Q6_K",
-            "org/many has no GGUF file in Q6_K; it has BF16, IQ4_NL, Q2_K, Q4_0, Q4_K_M, Q8_0, UD-Q4_K_M",
-        ),
-        ("org/many:Q4_K", "org/many has no GGUF file in Q4_K;"),
-        ("org/many:_0", "org/many has no GGUF file in _0;"),
-        ("org/odd:Q4_0", "org/odd has no GGUF file in Q4_0; it has tiny.gguf"),
-        ("org/vision", "org/vision has no GGUF file of a language model"),
-        ("org/nowhere", "org/nowhere is neither a local path nor on the hub"),
-        ("org/many:", "org/many: does not exist; a model is a path"),
-        (r"C:\models\x:Q4_0", r"C:\\models\\x:Q4_0 does not exist"),
-        (":", ": does not exist"),
-        ("qwen2.5-coder-7b", "qwen2.5-coder-7b does not exist; a model is .* qwen2.5-coder-0.5b, qwen2.5-coder-1.5b"),
-    ],
-)
+@pytest.mark.parametrize("name, why", [
+    ("org/many:Q6_K", "org/many has no GGUF file in Q6_K; it has BF16, IQ4_NL, Q2_K, Q4_0, Q4_K_M, Q8_0, UD-Q4_K_M"),
+    ("org/many:Q4_K", "org/many has no GGUF file in Q4_K;"),
+    ("org/many:_0", "org/many has no GGUF file in _0;"),
+    ("org/odd:Q4_0", "org/odd has no GGUF file in Q4_0; it has tiny.gguf"),
+    ("org/vision", "org/vision has no GGUF file of a language model"),
+    ("org/nowhere", "org/nowhere is neither a local path nor on the hub"),
+    ("org/many:", "org/many: does not exist; a model is a path"),
+    (r"C:\models\x:Q4_0", r"C:\\models\\x:Q4_0 does not exist"), (":", ": does not exist"),
+    ("qwen2.5-coder-7b", "qwen2.5-coder-7b does not exist; a model is .* qwen2.5-coder-0.5b, qwen2.5-coder-1.5b"),
+])  # fmt: skip
 def test_names_without_a_file_are_refused(many, use_hub, name, why):
     use_hub(many.url)
     with pytest.raises(UserError, match=why):
         open_named(name)
-
-
-def test_what_is_in_the_cache_does_not_change_what_a_name_means(many, use_hub):
-    use_hub(many.url)
-    find_model("org/many:Model-UD-Q4_K_M.gguf")
-    assert find_model("org/many:Q4_K_M")[0].name == find_model("org/many")[0].name == "Model-Q4_K_M.gguf"
 
 
 def test_a_split_model_that_lacks_a_file_is_refused_at_once(use_hub):
@@ -208,7 +173,8 @@ def test_what_was_chosen_is_said(many, use_hub, capsys):
     use_hub(many.url)
     find_model("org/small")
     assert "org/small has no Q4_K_M: tiny.Q8_0.gguf is used" in capsys.readouterr().err
-    find_model("org/many:Q4_K_M")
+    find_model("org/many:Model-UD-Q4_K_M.gguf")  # what is in the cache does not change what a name means
+    assert find_model("org/many:Q4_K_M")[0].name == find_model("org/many")[0].name == "Model-Q4_K_M.gguf"
     said = "org/many has 2 files in Q4_K_M: Model-Q4_K_M.gguf is used, and not Model-UD-Q4_K_M.gguf"
     assert said in capsys.readouterr().err
 
@@ -330,9 +296,8 @@ def test_a_short_name_is_that_file_from_the_hub_or_from_wheels(use_hub, index, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_wheels_that_are_complete_are_not_downloaded_again(index, tmp_path, monkeypatch, parts):
-    data = some_bytes(10)
+def test_wheels_that_are_complete_are_not_downloaded_again(index, tmp_path, monkeypatch):
+    parts, data = 3, some_bytes(10)
     found, folder = write_wheels(index, data, parts), tmp_path / "models"
     last = index / f"tiny_part{parts}-1.0-py3-none-any.whl"
     hidden = last.rename(tmp_path / last.name)

@@ -17,17 +17,10 @@ GREEDY = SamplingParams(temperature=0.0)
 def random_params(chance: random.Random) -> SamplingParams:
     if chance.random() < 0.3:
         return GREEDY
-    return SamplingParams(
-        temperature=chance.choice([0.0, 0.6, 1.3]),
-        top_k=chance.choice([0, 0, 1, 17]),
-        top_p=chance.choice([1.0, 1.0, 0.8]),
-        min_p=chance.choice([0.0, 0.05]),
-        repetition_penalty=chance.choice([1.0, 1.0, 1.4]),
-        frequency_penalty=chance.choice([0.0, 0.0, 0.7]),
-        presence_penalty=chance.choice([0.0, 0.0, -0.4]),
-        logit_bias=chance.choice([(), (), ((7, 4.0), (9, -3.0))]),
-        seed=chance.randrange(1000),
-    )
+    fields = {"temperature": [0.0, 0.6, 1.3], "top_k": [0, 0, 1, 17], "top_p": [1.0, 1.0, 0.8], "min_p": [0.0, 0.05]}
+    fields |= {"repetition_penalty": [1.0, 1.0, 1.4], "frequency_penalty": [0.0, 0.0, 0.7]}
+    fields |= {"presence_penalty": [0.0, 0.0, -0.4], "logit_bias": [(), (), ((7, 4.0), (9, -3.0))]}
+    return SamplingParams(**{name: chance.choice(some) for name, some in fields.items()}, seed=chance.randrange(1000))
 
 
 def random_requests(n: int, seed: int, longest: int = 40) -> list[Request]:
@@ -53,15 +46,11 @@ def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: flo
         if chance.random() < cancel and running:
             engine.cancel(chance.choice(running))
         finished += engine.step()
-
     assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
 
 
 class NoMultiplesOfThree:
-    """A grammar in which a token u may follow a token t if t + u is not a multiple of 3.
-
-    The answer is complete after n tokens.
-    """
+    """A grammar in which a token u may follow a token t if t + u is no multiple of 3. An answer has n tokens."""
 
     def __init__(self, n: int):
         self.n = n
@@ -86,9 +75,6 @@ def masked_requests(n: int, seed: int = 0) -> list[Request]:
     for request in requests[::2]:
         request.grammar = NoMultiplesOfThree(chance.randrange(3, 20))
     return requests
-
-
-# ---------------------------------------------------------------- states that remember all tokens
 
 
 class NoisyDraft(Draft):
@@ -123,15 +109,14 @@ def fuzz_states(model, seed, make_draft=NoisyDraft):
     tokens of which some are rejected. Each answer is that of a fresh engine."""
     choose = random.Random(seed)
     draft = make_draft(choose)
-    options = EngineOptions(
-        chunk_tokens=choose.choice([1, 9, 40, None]),
-        always_chunk=choose.random() < 0.5,
-        snapshot_bytes=choose.choice([None, 0, 40_000, 200_000]),
-    )
+    chunk_tokens, always_chunk = choose.choice([1, 9, 40, None]), choose.random() < 0.5
+    snapshot_bytes = choose.choice([None, 0, 40_000, 200_000])
+    options = EngineOptions(chunk_tokens, always_chunk=always_chunk, snapshot_bytes=snapshot_bytes)
     fresh = copy.deepcopy(model)
     decoding = Speculation([draft], choose.randint(1, 15), automatic=False) if choose.random() < 0.7 else None
     engine = Engine(model, choose.choice([1, 2, 3]), 220, None, decoding, options)
-    texts = random_prompts((90, 41, 17, 3), seed=seed)
+    snapshots, texts = model.snapshots, random_prompts((90, 41, 17, 3), seed=seed)
+    slots = snapshots and set(snapshots.free)
     for _ in range(8):
         batch = [random_request(choose, texts) for _ in range(choose.randint(1, 3))]
         for request in batch:
@@ -149,4 +134,7 @@ def fuzz_states(model, seed, make_draft=NoisyDraft):
             expected = draft.expected[id(request)]
             assert request.new_tokens == expected[: len(request.new_tokens)], (seed, request.cached_tokens)
             assert request.finish_reason == "cancelled" or len(request.new_tokens) == len(expected)
+        if snapshots:
+            taken = {snapshot.slot for row in snapshots.rows for snapshot in row}
+            assert not taken & {*snapshots.free} and taken | {*snapshots.free} == slots, "each slot is free or in use"
         texts += [request.prompt + request.new_tokens for request in batch]

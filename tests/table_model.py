@@ -64,10 +64,7 @@ def count(settings: Sampling, rows: torch.Tensor, tokens: torch.Tensor):
 
 
 def mask(settings: Sampling, how: dict, rows: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor):
-    """If `how` has "masked", set the masks of the tokens that may follow each of these tokens (N,n).
-
-    The token that follows the first one is at `position`.
-    """
+    """If `how` has "masked": the masks of what may follow each of these tokens (N,n), the first one at `position`."""
     if how.get("masked"):
         settings.masks[rows, : tokens.shape[1], 0] = MASKS[tokens]
         settings.mask_start[rows] = position
@@ -81,7 +78,6 @@ def probabilities_after(answers: torch.Tensor, how: dict) -> torch.Tensor:
     for i in range(n):
         count(settings, rows, answers[:, i])
     last = answers[:, -1] if n else torch.zeros(N, dtype=torch.int64)
-
     empty = torch.zeros(N, 0, dtype=torch.int64)
     position = torch.full((N,), n + 1)
     mask(settings, how, rows, position, last[:, None])
@@ -97,13 +93,11 @@ def p_value(tokens: torch.Tensor, how: dict) -> float:
         expected = (expected[:, None] * probabilities_after(answers, how)).flatten()
         new = torch.arange(V).repeat(len(answers))[:, None]
         answers = torch.cat([answers.repeat_interleave(V, 0), new], 1)
-
     expected = ROWS * expected
     cells = tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2]
     counts = torch.bincount(cells, minlength=V**3).double()
     if (counts[expected == 0] > 0).any():
         return 0.0
-
     usual = expected >= 5  # cells with a small count are merged into one
     counts = torch.cat([counts[usual], counts[~usual].sum()[None]])
     expected = torch.cat([expected[usual], expected[~usual].sum()[None]])

@@ -188,16 +188,12 @@ def test_nothing_is_searched_for_if_no_proposal_could_gain(rows):
         proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]
         best = machine.controller.choose(rows, proposals)
         assert machine.controller.could_gain(rows, k) == (best is not None)
-
         rng = random.Random(k)
         for bits in rng.sample(range(1, 8), 3):  # the numbers of tokens with as many bits were measured
             seconds = percent / 100 * rng.choice((0.5, 1.5))
             machine.controller.extra_token_s[rows.bit_length(), bits].add(machine.controller.steps, seconds)
         best = machine.controller.choose(rows, proposals)
         assert machine.controller.could_gain(rows, k) == (best is not None)
-
-
-# ---------------------------------------------------------------- models with experts
 
 
 def share_of(reads: WeightReads):

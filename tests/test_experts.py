@@ -22,11 +22,9 @@ CPU = torch.device("cpu")
 SIZES = {"n_layer": 3, "n_head": 6, "n_kv_head": 3, "head_dim": 10, "hidden_dim": 44, "vocab_size": 97}
 # D, then those of Experts: n_expert, n_active, hidden_dim, normalized, shared_dim
 CASES = {
-    "3-1": (36, 3, 1, 20, True, 0),
-    "5-2": (40, 5, 2, 33, False, 24),
-    "8-3": (70, 8, 3, 16, True, 50),
+    "3-1": (36, 3, 1, 20, True, 0), "5-2": (40, 5, 2, 33, False, 24), "8-3": (70, 8, 3, 16, True, 50),
     "33-8": (96, 33, 8, 64, False, 0),
-}
+}  # fmt: skip
 
 
 def make_config(name):
@@ -166,7 +164,6 @@ def test_a_kernel_of_each_format_equals_torch(format, exact):
     layer.gate_up = quantized(format, X * 2 * N, D, groupsize, False, torch.float32, seed=1)[0]
     layer.down = quantized(format, X * D, N, groupsize, False, torch.float32, seed=2)[0]
     layer.gate_up.n_expert = layer.down.n_expert = X
-
     dtype = torch.float32 if exact else torch.bfloat16
     x = numbers(2, 7, D, dtype=dtype)
     expected = copy.deepcopy(layer)(x.float(), positions(2, 7))
@@ -182,7 +179,6 @@ def test_gate_and_up_may_have_different_formats():
     for piece in pieces:
         piece.n_expert = X
     layer.gate_up = StackedLinear(pieces, None)
-
     x = numbers(1, 9, D)
     expected = copy.deepcopy(layer)(x, positions(1, 9))
     gates = [pieces[0].weights(slice(e * N, (e + 1) * N)) for e in range(X)]
@@ -207,7 +203,6 @@ def test_the_bits_of_a_token_do_not_depend_on_others_or_on_threads(mode):
     tokens = torch.randint(0, 97, (3, 61), generator=torch.Generator().manual_seed(0))
     where = positions(3, 61)
     whole = model(tokens, where, all_logits=True)
-
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):

@@ -27,26 +27,21 @@ from speculative import Speculation
 
 
 def test_options_take_the_values_of_the_command_line():
-    options = ModelOptions(dtype="float16", draft=["lookup:a:b", "medusa"], speculate_k="3")
-    assert options == ModelOptions(
-        dtype=torch.float16, draft=[DraftOption("lookup", "a:b"), DraftOption("medusa")], speculate_k=3
-    )
+    options, drafts = ModelOptions(dtype="float16", draft=["lookup:a:b", "medusa"], speculate_k="3"), []
+    drafts += [DraftOption("lookup", "a:b"), DraftOption("medusa")]
+    assert options == ModelOptions(dtype=torch.float16, draft=drafts, speculate_k=3)
 
 
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"dtype": "float64"}, "dtype 'float64' is not one of bfloat16, float16, float32"),
-        ({"dtype": torch.float64}, "dtype torch.float64 is not one of"),
-        ({"kernels": "avx512"}, "kernels 'avx512' is not one of auto, avx2, torch"),
-        ({"threads": 0}, "threads must be between 1 and 1024, not 0"),
-        ({"draft": ["lookup"]}, "draft 'lookup' is not one of prompt-lookup, lookup:FILE"),
-        ({"draft": ["medusa", "medusa"]}, "draft medusa is given twice"),
-        ({"draft": ["medusa"], "speculate_k": 0}, "speculate_k must be auto, or between 1 and 15, not 0"),
-        ({"speculate_k": 3}, "speculate_k needs something that proposes"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields, why", [
+    ({"dtype": "float64"}, "dtype 'float64' is not one of bfloat16, float16, float32"),
+    ({"dtype": torch.float64}, "dtype torch.float64 is not one of"),
+    ({"kernels": "avx512"}, "kernels 'avx512' is not one of auto, avx2, torch"),
+    ({"threads": 0}, "threads must be between 1 and 1024, not 0"),
+    ({"draft": ["lookup"]}, "draft 'lookup' is not one of prompt-lookup, lookup:FILE"),
+    ({"draft": ["medusa", "medusa"]}, "draft medusa is given twice"),
+    ({"draft": ["medusa"], "speculate_k": 0}, "speculate_k must be auto, or between 1 and 15, not 0"),
+    ({"speculate_k": 3}, "speculate_k needs something that proposes"),
+], ids=str)  # fmt: skip
 def test_wrong_options_are_one_line(fields, why):
     """They name the field, or the option if the value is that of a command line."""
     with pytest.raises(UserError, match="^" + why):
@@ -103,36 +98,24 @@ def test_the_default_draft_needs_kernels_that_round_alike(tiny, kernels):
     assert isinstance(engine.decoding, Speculation) == engine.model.backend.thread_invariant == (kernels == "auto")
 
 
-@pytest.mark.parametrize(
-    "rows, length, why",
-    [(0, 16, "not 0 of 16"), (1, 0, "not 1 of 0"), (1, 257, "257 is more than the model's context of 256")],
-)
+@pytest.mark.parametrize("rows, length, why", [
+    (0, 16, "not 0 of 16"), (1, 0, "not 1 of 0"), (1, 257, "257 is more than the model's context of 256"),
+])  # fmt: skip
 def test_an_engine_that_could_do_nothing(tiny, rows, length, why):
     with pytest.raises(UserError, match=why):
         load.load_engine(open_directory(tiny("llama-mha")[2]), ModelOptions(device="cpu"), rows, length)
 
 
-# ---------------------------------------------------------------- the default sampling settings
-
-
 FOUND = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
-@pytest.mark.parametrize(
-    "generation, expected, warns",
-    [
-        (FOUND | {"do_sample": True, "eos_token_id": 1}, FOUND, False),
-        ({"top_p": 0.8}, {"top_p": 0.8}, False),
-        ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}, False),
-        ({"do_sample": True, "bos_token_id": 0}, {}, False),
-        ({"temperature": None, "top_k": -1, "top_p": 1.0}, {}, False),
-        ({"temperature": "hot", "top_p": 0.5}, {}, True),
-        ({"temperature": 0.6, "top_k": 2.5}, {}, True),
-        ({"top_p": 7}, {}, True),
-        ({"min_p": True}, {}, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("generation, expected, warns", [
+    (FOUND | {"do_sample": True, "eos_token_id": 1}, FOUND, False), ({"top_p": 0.8}, {"top_p": 0.8}, False),
+    ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}, False),
+    ({"do_sample": True, "bos_token_id": 0}, {}, False), ({"temperature": None, "top_k": -1, "top_p": 1.0}, {}, False),
+    ({"temperature": "hot", "top_p": 0.5}, {}, True), ({"temperature": 0.6, "top_k": 2.5}, {}, True),
+    ({"top_p": 7}, {}, True), ({"min_p": True}, {}, True),
+], ids=str)  # fmt: skip
 def test_what_a_models_files_recommend_is_the_default(checkpoints, tmp_path, capsys, generation, expected, warns):
     """In our directories, which also keep it when they are converted and quantized."""
     directory = shutil.copytree(checkpoints[None], tmp_path / "model")
@@ -157,7 +140,6 @@ def test_a_gguf_file_and_a_hugging_face_directory_recommend_alike(tmp_path, byte
     tokens = bpe_fields(Tokenizer.from_file(str(byte_level / "tokenizer.json")), "qwen2")
     write_gguf(tmp_path / "with.gguf", oracle, tokens, extra=fields)
     write_gguf(tmp_path / "strange.gguf", oracle, tokens, extra={"general.sampling.temp": "hot"})
-
     convert(open_checkpoint(tmp_path / "hf"), tmp_path / "ours", torch.float32)
     for name in ("hf", "with.gguf", "ours"):
         assert default_params(open_checkpoint(tmp_path / name), ModelOptions()) == replace(DEFAULTS, **FOUND)
@@ -181,21 +163,15 @@ def test_all_programs_have_the_same_default_settings(checkpoints, tmp_path, monk
             generate.main()
     own = replace(DEFAULTS, **FOUND, seed=1234)
     assert seen == [own, own, replace(DEFAULTS, seed=1234), replace(own, temperature=0.9, top_k=0)]
-
     checkpoint = open_checkpoint(directory)
     params = default_params(checkpoint, ModelOptions())
     model = ServedModel(checkpoint.config, checkpoint.tokenizer_files, "tiny", 99, sampling=params)
     messages = [{"role": "user", "content": "Hi"}]
-    for body, more in (
-        ({}, {}),
-        ({"top_p": 0.5, "temperature": None}, {"top_p": 0.5}),
-        ({"temperature": 0, "top_k": -1}, {"temperature": 0, "top_k": 0}),
-    ):
-        for completion in (
-            model.parse_chat({"messages": messages} | body),
-            model.parse_completion({"prompt": "Hi"} | body),
-        ):
-            found = completion.choices[0].request.params
+    bodies = [({}, {}), ({"top_p": 0.5, "temperature": None}, {"top_p": 0.5})]
+    for body, more in [*bodies, ({"temperature": 0, "top_k": -1}, {"temperature": 0, "top_k": 0})]:
+        chat, completion = model.parse_chat({"messages": messages} | body), {"prompt": "Hi"} | body
+        for one in (chat, model.parse_completion(completion)):
+            found = one.choices[0].request.params
             assert found == replace(own, **more, seed=found.seed)
     assert model.model_card()["sampling"] == FOUND
 

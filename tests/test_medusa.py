@@ -21,7 +21,6 @@ from cpu.build import load_kernels
 from drafts import heads as medusa
 from drafts.draft_model import output_head_rows
 from drafts.heads import (
-    FORMAT,
     HeadsFile,
     MedusaDraft,
     draw_tokens,
@@ -45,9 +44,6 @@ def write_heads(path, model) -> dict[str, torch.Tensor]:
     weights = {"gate_up": torch.randn(14, 2 * D, generator=chance), "down": torch.randn(D, 7, generator=chance)}
     save_heads(path, HeadsFile(pack_heads(weights), torch.arange(101, 2, -2), 3, 40), model, "the model")
     return weights
-
-
-# ---------------------------------------------------------------- the file
 
 
 def test_heads_come_back_from_their_file(tiny, tmp_path):
@@ -86,41 +82,35 @@ def damage(key, value):
     return change
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda tensors, about: tensors.pop("down.scales"), "is not a file of Medusa heads"),
-        (lambda tensors, about: about.update(fingerprint="0"), "holds heads for the model, which is another model"),
-        (lambda tensors, about: about.update(tokens=51), "is damaged"),
-        (lambda tensors, about: about.pop("tokens"), "is damaged"),
-        (lambda tensors, about: about.update(heads="x"), "is damaged"),
-        (damage("gate_up.weight", lambda w: w[:0]), r"gate_up.weight is .*, but .* it should be \(14, 100\)"),
-        (damage("down.weight", lambda w: w.float()), "is damaged"),
-        (damage("down.scales", lambda s: s * float("nan")), "is damaged"),
-        (damage("down.scales", lambda s: s[:2]), "down.scales is .*, but for this model it should be"),
-        (damage("vocabulary", lambda v: v + 100), "is damaged"),
-        (damage("vocabulary", lambda v: v * 0), "is damaged"),
-        (damage("vocabulary", lambda v: v[:0]), "vocabulary is"),
-        (damage("down.weight", lambda w: w[0, 0]), "gate_up.weight is .*, but for this model it should be"),
-        (damage("vocabulary", lambda v: v.float()), "is damaged"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda tensors, about: tensors.pop("down.scales"), "is not a file of Medusa heads"),
+    (lambda tensors, about: about.update(fingerprint="0"), "holds heads for the model, which is another model"),
+    (lambda tensors, about: about.update(tokens=51), "is damaged"),
+    (lambda tensors, about: about.update(heads="x"), "is damaged"),
+    (damage("gate_up.weight", lambda w: w[:0]), r"gate_up.weight is .*, but .* it should be \(14, 100\)"),
+    (damage("down.weight", lambda w: w.float()), "is damaged"),
+    (damage("down.scales", lambda s: s * float("nan")), "is damaged"),
+    (damage("down.scales", lambda s: s[:2]), "down.scales is .*, but for this model it should be"),
+    (damage("vocabulary", lambda v: v + 100), "is damaged"), (damage("vocabulary", lambda v: v * 0), "is damaged"),
+    (damage("vocabulary", lambda v: v[:0]), "vocabulary is"),
+    (damage("down.weight", lambda w: w[0, 0]), "gate_up.weight is .*, but for this model it should be"),
+])  # fmt: skip
 def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)
     tensors, about = load_file(path), {"model": "the model", "fingerprint": fingerprint(model)}
     about |= {"tokens": 40, "heads": 3}
     change(tensors, about)
-    save_file(tensors, path, {FORMAT: json.dumps(about)})
+    save_file(tensors, path, {medusa.FORMAT: json.dumps(about)})
     with pytest.raises(UserError, match=said):
         read_heads(path, model, "it")
 
 
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {FORMAT: "{"}, {FORMAT: "3"}, {FORMAT: "[" * 100_000}])
-def test_other_files_are_no_files_of_heads(tiny, tmp_path, metadata):
+@pytest.mark.parametrize("about", [None, "{", "3", "[" * 100_000])
+def test_other_files_are_no_files_of_heads(tiny, tmp_path, about):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)
-    save_file(load_file(path), path, metadata)
+    save_file(load_file(path), path, about and {medusa.FORMAT: about})
     with pytest.raises(UserError, match="is not a file of Medusa heads"):
         read_heads(path, model, "it")
 
@@ -129,12 +119,8 @@ def test_files_that_cannot_be_read_are_refused(tiny, tmp_path, capsys, monkeypat
     ours, path = tiny("mistral-gqa")[2], tmp_path / "heads.safetensors"
     write_heads(path, load_model(ours, dtype=torch.float32))
     path.write_bytes(path.read_bytes()[:-9])
-    for name, said in (
-        ("", "holds heads for SmolLM2"),
-        (f":{path}", "is truncated"),
-        (":nowhere", "nowhere is missing"),
-        (f":{tmp_path}", f"{tmp_path} is not a regular file"),
-    ):
+    cases = [("", "holds heads for SmolLM2"), (f":{path}", "is truncated"), (":nowhere", "nowhere is missing")]
+    for name, said in [*cases, (f":{tmp_path}", f"{tmp_path} is not a regular file")]:
         with pytest.raises((UserError, SystemExit)) as end:
             main(capsys, monkeypatch, "--checkpoint_path", ours, "--prompt_ids", "5,6", "--draft", "medusa" + name)
         assert said in str(end.value) + capsys.readouterr().err
@@ -144,16 +130,11 @@ def test_a_fingerprint_is_that_of_the_model_in_every_format(tiny):
     directory = tiny("qwen2-gqa")[2]
     model = load_model(directory, dtype=torch.float32)
     assert fingerprint(load_model(directory, dtype=torch.bfloat16)) == fingerprint(model)
-    four = quantize_model(
-        load_model(directory, dtype=torch.bfloat16, kernels="torch"), Quantization("int4", 32, "int8")
-    )
-    assert fingerprint(install_kernels(four)) == fingerprint(model)
+    four = load_model(directory, dtype=torch.bfloat16, kernels="torch")
+    assert fingerprint(install_kernels(quantize_model(four, Quantization("int4", 32, "int8")))) == fingerprint(model)
     assert fingerprint(load_model(tiny("qwen2-sliding")[2])) != fingerprint(model)
     model.norm.weight[3] += 0.1
-    assert fingerprint(model) != fingerprint(four)
-
-
-# ---------------------------------------------------------------- the tokens
+    assert fingerprint(model) != fingerprint(load_model(directory))
 
 
 @pytest.mark.parametrize("name", ["qwen3-gqa", "llama-mha", "bloom-3"])
@@ -161,9 +142,8 @@ def test_rows_of_the_output_head_are_those_of_its_matrix(tiny, name):
     model, ids = load_model(tiny(name)[2], dtype=torch.float32), torch.tensor([5, 99, 17, 0, 4])
     matrix = model.embedding.weight if model.output is None else model.output.weight
     assert torch.equal(output_head_rows(model, ids), matrix[ids])
-    model = quantize_model(
-        load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), Quantization("int8", 32, "int8")
-    )
+    model = load_model(tiny(name)[2], dtype=torch.float32, kernels="torch")
+    model = quantize_model(model, Quantization("int8", 32, "int8"))
     layer = model.embedding if model.output is None else model.output
     expected = layer.weights(ids)
     assert (output_head_rows(install_kernels(model), ids) - expected).abs().max() < 1e-6

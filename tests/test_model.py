@@ -33,7 +33,6 @@ def test_equals_transformers(tiny, tiny_model, name):
     assert greedy(model, prompts, 20) == expected
     model.setup_caches(1, 146)
     assert len({tuple(ids) for ids in expected}) >= 4, "the oracle should continue the prompts differently"
-
     sequence = torch.tensor([prompts[-1] + expected[-1]])
     with torch.no_grad():
         theirs, exact = oracle(sequence).logits, copy.deepcopy(oracle).double()(sequence).logits
@@ -68,27 +67,6 @@ def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
     assert greedy(model, prompts, 12) == fused
     with only_torch():
         assert greedy(load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), prompts, 12) == fused
-
-
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "mistral-window", "qwen3-gqa", "smollm3-custom", "bloom-5"])
-def test_chunked_and_cached_equal_whole(tiny_model, name):
-    model = tiny_model(name)
-    tokens = torch.tensor(random_prompts((45, 45, 45)))
-    whole = model(tokens, positions(3, 45), all_logits=True)
-    near = SAME * whole.abs().max().clamp(min=1)
-    for cuts in ((0, 45), (0, 1, 2, 19, 45), tuple(range(46))):
-        model.setup_caches(3, 256)
-        parts = [model(tokens[:, a:b], positions(3, b - a, a), all_logits=True) for a, b in zip(cuts, cuts[1:])]
-        assert (torch.cat(parts, 1) - whole).abs().max() < near
-    assert (parts[-1][:, 0] - whole[:, -1]).abs().max() < near
-    last = model(tokens, positions(3, 45))  # the default: only the last token's logits
-    assert (last - whole[:, -1]).abs().max() < near
-
-
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen2-sliding", "qwen3-mqa-biased", "smollm3-custom", "bloom-3"])
-def test_ragged_rows_equal_rows_alone(tiny_model, name):
-    model, prompts = tiny_model(name), random_prompts((3, 29, 1, 64, 17))
-    assert greedy(model, prompts, 20) == [greedy(model, [prompt], 20)[0] for prompt in prompts]
 
 
 def test_unseen_slots_have_no_effect(tiny_model):
@@ -175,20 +153,12 @@ def test_config_refuses_impossible_sizes():
             Config(**good | {field: value})
     with pytest.raises(ValueError, match="3 factors for 8 dimensions"):
         Config(**good, rope_scaling=RopeScaling("factors", factors=(1.0, 2.0, 3.0)))
-    for kwargs in (
-        {"kind": "yarn", "factor": 4.0},
-        {"kind": "linear", "factor": "2"},
-        {"kind": "yarn", "original_max_seq_length": 64, "beta_fast": 0},
-        {"kind": "llama3", "original_max_seq_length": 64, "low_freq_factor": 4.0},
-        {"kind": "factors", "factors": ("a",)},
-    ):
+    wrong = [{"kind": "yarn", "factor": 4.0}, {"kind": "linear", "factor": "2"}, {"kind": "factors", "factors": ("a",)}]
+    for kwargs in [*wrong, {"kind": "llama3", "original_max_seq_length": 64, "low_freq_factor": 4.0}]:
         with pytest.raises(ValueError, match="positive|low_freq_factor"):
             RopeScaling(**kwargs)
     with pytest.raises(ValueError, match="kind must be one of linear, .*, not 'dynamic'"):
         RopeScaling("dynamic")
-
-
-# ---------------------------------------------------------------- experts
 
 
 @pytest.fixture(scope="module")
@@ -196,16 +166,14 @@ def sparse(tmp_path_factory):
     return read_model(write_random(tmp_path_factory.mktemp("sparse") / "x", SPARSE), torch.float32)
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_model_with_experts_is_one_graph(sparse, dynamic):
+def test_a_model_with_experts_is_one_graph(sparse):
     """With the same tokens and the same counts of experts."""
     prompts = random_prompts((3, 20, 11))
     expected = greedy(sparse, prompts, 12)
     counts = sparse.expert_counts.tolist()
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *x: sparse(*x), fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    functions = {"prefill": compiled} if dynamic else {"decode": compiled}
-    assert greedy(sparse, prompts, 12, **functions) == expected
+    compiled = torch.compile(lambda *x: sparse(*x), fullgraph=True, dynamic=False, backend="aot_eager")
+    assert greedy(sparse, prompts, 12, decode=compiled) == expected
     assert sparse.expert_counts.tolist() == counts
 
 

@@ -323,7 +323,6 @@ def test_a_layer_with_experts(member, byte_level, tmp_path):
     [tokens] = random_prompts((41,), seed=5)
     for parts in ([40], [17, 23]):
         assert drafted(model, tokens, 6, parts) == oracle.draft(tokens, 6)[0]
-
     shutil.copytree(folder, tmp_path / "x")
     state = load_file(folder / "model.safetensors")
     experts = "mtp.layers.0.mlp.experts"
@@ -332,7 +331,6 @@ def test_a_layer_with_experts(member, byte_level, tmp_path):
         matrices = {"gate_proj": gate, "up_proj": up, "down_proj": down}
         state |= {f"{experts}.{e}.{name}.weight": matrix.contiguous() for name, matrix in matrices.items()}
     save_file(state, tmp_path / "x" / "model.safetensors")
-
     file = write_file(tmp_path, oracle, byte_level, "qwen35moe")
     expected = model.state_dict()
     for source in (open_hf(tmp_path / "x"), open_gguf(file)):
@@ -346,7 +344,6 @@ DEFAULT = {"kernels": "auto", "drafts_by_default": True}
 LEFT_OUT = {
     "mtp.norm.weight": "lacks tensor mtp.norm.weight",
     "mtp.embed_tokens.weight": "holds tensor mtp.embed_tokens.weight (3, 5)",
-    "mtp.layers.1.mlp.up_proj.weight": "holds tensor mtp.layers.1.mlp.up_proj.weight (3, 5)",
     "mtp.fc.weight": "mtp.fc.weight is (3, 5), but by its config it should be (52, 104)",
 }
 

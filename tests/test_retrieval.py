@@ -5,20 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from drafts import controller
 from drafts.draft import MAX_K, Batch
-from drafts.retrieval import (
-    MAX_MATCH,
-    MAX_OCCURRENCES,
-    Calibration,
-    Match,
-    RetrievalDraft,
-    RowIndex,
-    TextIndex,
-)
+from drafts.retrieval import MAX_MATCH, MAX_OCCURRENCES, Match, RetrievalDraft, RowIndex, TextIndex
 from drafts.retrieval import find_match as find
-
-# ---------------------------------------------------------------- a slow search to compare with
 
 
 def match_length(text: list[int], end: int, tail: list[int]) -> int:
@@ -50,27 +39,14 @@ def check_empty(match: Match):
     assert match == Match(0, [], [])
 
 
-# ---------------------------------------------------------------- indexes
-
-
-@pytest.mark.parametrize(
-    "text, n, expected",
-    [
-        ([5, 6, 7, 8, 5, 6], 2, [7, 8]),
-        ([5, 6, 7, 8, 5, 6], 9, [7, 8, 5, 6, 7, 8, 5, 6, 7]),  # the match overlaps its own continuation
-        ([9, 9, 9], 4, [9, 9, 9, 9]),
-        ([1, 2, 3, 4, 2, 3, 7, 1, 2, 3], 3, [4, 2, 3]),  # the longest match, not the latest
-        ([1, 2, 3, 4, 2, 3, 7, 2, 3, 7, 1, 2, 3], 1, [4]),  # the longest match, not the most frequent continuation
-        ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equal votes, the latest
-        ([2, 3, 4, 8, 2, 3, 4, 6, 2, 3, 5, 9, 2, 3], 2, [4, 6]),  # two votes of three, and the latest of those two
-        ([1, 2, 3, 1, 4, 2, 3, 5, 4, 1, 2, 6, 1], 3, []),  # a single token does not count as a match
-        ([1, 2, 3, 4], 3, []),
-        ([1, 2, 1, 2, 1], 0, []),
-        ([1, 2, 1, 2, 1], -1, []),
-        ([4], 3, []),
-        ([], 3, []),
-    ],
-)
+@pytest.mark.parametrize("text, n, expected", [
+    ([5, 6, 7, 8, 5, 6], 9, [7, 8, 5, 6, 7, 8, 5, 6, 7]),  # the match overlaps its own continuation
+    ([1, 2, 3, 4, 2, 3, 7, 2, 3, 7, 1, 2, 3], 1, [4]),  # the longest match: not the latest, or the most frequent
+    ([2, 3, 4, 8, 2, 3, 5, 9, 2, 3], 1, [5]),  # of equal votes, the latest
+    ([2, 3, 4, 8, 2, 3, 4, 6, 2, 3, 5, 9, 2, 3], 2, [4, 6]),  # two votes of three, and the latest of those two
+    ([1, 2, 3, 1, 4, 2, 3, 5, 4, 1, 2, 6, 1], 3, []),  # a single token does not count as a match
+    ([1, 2, 1, 2, 1], 0, []), ([1, 2, 1, 2, 1], -1, []), ([4], 3, []), ([], 3, []),
+])  # fmt: skip
 def test_a_row_continues_its_own_text(text, n, expected):
     assert find(RowIndex(text), text, n).tokens == expected
 
@@ -114,16 +90,6 @@ def test_matches_in_a_text_that_does_not_grow():
     assert long > 20
 
 
-def test_the_longest_of_many_long_matches():
-    """Hundreds of places have the same eight tokens before them; the eight before those tell them apart."""
-    rng, end = random.Random(5), [1, 2, 3, 4, 5, 6, 7, 8]
-    beginnings = [[rng.randrange(2) for _ in range(8)] for _ in range(300)]
-    index = TextIndex([token for i, some in enumerate(beginnings) for token in (*some, *end, 100 + i)])
-    for some in beginnings:
-        found = find(index, some + end, 1)
-        assert found.length == MAX_MATCH and beginnings[found.tokens[0] - 100] == some
-
-
 def test_ids_of_any_size():
     big = 2**31 - 1
     text = [big, big - 1, 7, 0, big, big - 1, 8, big - 1, big, 9, big, big, 0]
@@ -135,9 +101,6 @@ def test_ids_of_any_size():
         check_empty(find(index, [8, big], 1))
         check_empty(find(index, [big], 1))
         check_empty(find(index, [big, 0], 1))  # nothing follows
-
-
-# ---------------------------------------------------------------- the probability of acceptance
 
 
 def test_probabilities_of_a_text_of_phrases():
@@ -158,30 +121,6 @@ def test_probabilities_of_a_text_of_phrases():
     means = {key: [sum(column) / len(pairs) for column in zip(*pairs)] for key, pairs in groups.items()}
     assert all(abs(chance - rate) < 0.05 and len(groups[key]) > 300 for key, (chance, rate) in means.items()), means
     assert means["short"][0] < means["long"][0] - 0.2 and abs(means["all"][0] - means["all"][1]) < 0.01, means
-
-
-@pytest.mark.parametrize(
-    "new_tokens, right, verified",
-    [
-        ([5, 6, 7, 9], 3, 3),  # all accepted, and a token of the model's own
-        ([5, 6, 9], 2, 3),
-        ([9], 0, 1),  # the first was wrong; or a plain step
-        ([5], 1, 1),  # a plain step
-        ([5, 6], 2, 2),  # the proposal was cut to one token
-        ([5, 9, 7], 1, 2),  # what follows a wrong token is not verified
-    ],
-)
-def test_which_tokens_are_verified(monkeypatch, new_tokens, right, verified):
-    monkeypatch.setattr(controller, "DECAY", 1.0)
-    calibration, shares = Calibration(), [0.5, 0.25, 0.125]
-    calibration.update(Match(7, [5, 6, 7], shares), new_tokens)
-    accepted = [rate.accepted - rate.prior * rate.weight for rate in calibration.rates]
-    expected = [rate.expected - rate.weight for rate in calibration.rates]
-    assert sum(accepted) == pytest.approx(right) and sum(expected) == sum(shares[:verified])
-    assert expected[3] == 0.5 and not any(expected[:3]), "the match of 7 tokens grows to 8"
-
-
-# ---------------------------------------------------------------- the draft
 
 
 def make_draft(texts=(), length=10_000, n_token=None) -> RetrievalDraft:

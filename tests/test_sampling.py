@@ -1,6 +1,6 @@
 """Sampling: the reference, the C++ operation and the Triton kernel.
 
-Each filter is tested against plain Python and transformers, and draws against the exact distribution. Rows must be
+Filters are tested against plain Python, and draws against the exact distribution. Rows must be
 independent of their neighbours, and the kernels must draw the tokens that the reference draws.
 """
 
@@ -13,15 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from conftest import INTERPRET, ROOT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from programs import main
 
 import sampling
 from cpu.build import load_kernels
-from kernels import KERNELS, exponential_noise, float_to_sortable_int, scramble
+from kernels import KERNELS, exponential_noise, scramble
 from sampling import Sampling, SamplingParams
 
 DRAWS = 10_000
@@ -70,9 +67,6 @@ def draws_with_each_seed(implementation, logits, params, seeds, position=7):
     return implementation.sample(*arguments(logits.expand(len(seeds), -1), settings, position))[0][:, 0]
 
 
-# ---------------------------------------------------------------- against oracles
-
-
 def oracle(logits, params, counts):
     """The probabilities of one row (a list of floats), computed by sorting, in plain Python with float64."""
     x = list(logits)
@@ -99,24 +93,14 @@ def oracle(logits, params, counts):
 
 
 PARAMS = [
-    dict(temperature=0.7),
-    dict(temperature=0.0),
-    dict(temperature=1.3, top_k=1),
-    dict(top_p=0.97, temperature=2.0),
-    dict(min_p=0.1),
-    dict(min_p=1.0),  # the likeliest token, and those that are as likely
-    dict(min_p=1.0, temperature=1e-3, top_p=0.9),
-    dict(top_k=9, top_p=0.8, min_p=0.05, temperature=0.6),
-    dict(top_k=10_000),
-    dict(top_p=1e-6),
-    dict(top_p=0.0),  # the likeliest token alone
-    dict(repetition_penalty=1.7, top_k=7),
-    dict(frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
-    dict(presence_penalty=0.7),
-    dict(repetition_penalty=0.8, frequency_penalty=0.2, presence_penalty=0.9, top_p=0.9),
+    dict(temperature=0.7), dict(temperature=0.0), dict(temperature=1.3, top_k=1), dict(top_p=0.97, temperature=2.0),
+    dict(min_p=0.1), dict(min_p=1.0), dict(min_p=1.0, temperature=1e-3, top_p=0.9),
+    dict(top_k=9, top_p=0.8, min_p=0.05, temperature=0.6), dict(top_k=10_000), dict(top_p=1e-6), dict(top_p=0.0),
+    dict(repetition_penalty=1.7, top_k=7), dict(frequency_penalty=0.4, presence_penalty=-0.3, temperature=0.0),
+    dict(presence_penalty=0.7), dict(repetition_penalty=0.8, frequency_penalty=0.2, presence_penalty=0.9, top_p=0.9),
     dict(logit_bias=((3, 2.5), (52, -4.0)), top_k=9),
     dict(logit_bias=((3, 2.5), (17, 100.0)), repetition_penalty=1.5, temperature=0.0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -137,53 +121,6 @@ def test_filters_and_penalties_equal_plain_python(implementation, ties):
         expected = torch.tensor(oracle(logits[row].tolist(), params[row], counts))
         assert torch.equal(probs[row] > 0, expected > 0), params[row]
         assert torch.allclose(probs[row], expected.float(), atol=ROUNDING)
-
-
-def test_filters_equal_transformers(implementation):
-    torch.manual_seed(11)
-    V, prompt = 211, [5, 9, 77]
-    logits = torch.randn(4, V) * 4
-    params = SamplingParams(repetition_penalty=1.4, temperature=0.8, top_k=40, top_p=0.85, min_p=0.03)
-    x = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prompt] * 4), logits)
-    x = transformers.TemperatureLogitsWarper(0.8)(None, x)
-    x = transformers.TopKLogitsWarper(40)(None, x)
-    x = transformers.TopPLogitsWarper(0.85)(None, x)
-    weight = x.softmax(-1) / x.softmax(-1).amax(-1, keepdim=True)
-    x = x.masked_fill(weight < 0.03, -math.inf)  # min_p is relative to the likeliest token
-    probs = implementation.probabilities(*arguments(logits, make(4, V, params, prompt)))[:, 0]
-    assert torch.equal(probs > 0, x > -math.inf)
-    assert torch.allclose(probs, x.softmax(-1), atol=ROUNDING)
-
-
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=60), st.floats(0.01, 0.999))
-def test_top_p_keeps_the_shortest_run_that_reaches_it(values, top_p):
-    weight = torch.tensor(values, dtype=torch.float64).softmax(0)
-    arguments_ = arguments(torch.tensor([values]), make(1, len(values), SamplingParams(top_p=top_p)))
-    for each in IMPLEMENTATIONS.values():
-        kept = each.probabilities(*arguments_)[0, 0] > 0
-        mass = weight[kept].sum()
-        assert mass >= top_p * (1 - 1e-6)
-        assert mass - weight[kept].min() < top_p * (1 + 1e-6)
-        assert not (~kept).any() or weight[kept].min() >= weight[~kept].max() * (1 - 1e-6)
-
-
-def test_greedy_is_argmax_at_every_seed_and_ties_go_to_the_lower_id(implementation):
-    torch.manual_seed(0)
-    logits = torch.randn(40, 67).round()
-    logits[0] = -1
-    logits[0, 5], logits[0, 9] = -0.0, 0.0  # equal logits: the lower id is chosen
-    for kwargs in (dict(temperature=0), dict(top_k=1), dict(temperature=0, top_p=0.5), dict(top_k=1, top_p=0.1)):
-        for seed in (0, 1, -(2**61), 2**61):
-            settings = make(40, 67, SamplingParams(seed=seed, **kwargs))
-            assert torch.equal(implementation.sample(*arguments(logits, settings))[0][:, 0], logits.argmax(1))
-    params = [SamplingParams(temperature=2.0 * (row % 2), seed=5) for row in range(40)]
-    drawn = implementation.sample(*arguments(logits, make(40, 67, params)))[0][:, 0]
-    assert torch.equal(drawn[::2], logits.argmax(1)[::2])
-    assert not torch.equal(drawn[1::2], logits.argmax(1)[1::2])
-
-
-# ---------------------------------------------------------------- draws
 
 
 def chi_square_holds(counts, probs):
@@ -236,15 +173,6 @@ def test_noise_is_exponential_and_the_hash_a_bijection():
     assert scramble(some).min() >= 0 and scramble(some).max() < 2**32
 
 
-def test_sortable_integers_keep_the_order_of_floats():
-    x = torch.tensor([-math.inf, -3e38, -1.0, -1e-40, 0.0, 1e-40, 1.0, 3e38, math.inf])
-    assert (float_to_sortable_int(x).diff() > 0).all()
-    assert float_to_sortable_int(torch.tensor(-0.0)) == float_to_sortable_int(torch.tensor(0.0)) == 2**31
-
-
-# ---------------------------------------------------------------- every mix of settings
-
-
 def random_case(seed, max_V=5000):
     """Random arguments: mixed settings, dtypes, strides, ties, -inf, drafted tokens, padding, NaN and infinity."""
     choose = random.Random(seed).choice
@@ -254,16 +182,12 @@ def random_case(seed, max_V=5000):
     settings = Sampling.make(R, V + choose([0, 3]))
     for row in range(R):
         params = SamplingParams(
-            repetition_penalty=choose([1.0, 1.0, 1.3, 0.8]),
-            frequency_penalty=choose([0, 0, 0.3]),
-            presence_penalty=choose([0.0, 0.0, 0.7, -1]),
-            top_k=choose([0, 0, 1, 2, 50, 300, 4000, 10**6]),
-            top_p=choose([1.0, 0.9, 0.5, 1e-6, 0.999999]),
-            min_p=choose([0, 0.05]),
-            temperature=choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]),
-            seed=choose([-(2**63), -1, 0, 1234, 2**63 - 1]),
+            repetition_penalty=choose([1.0, 1.0, 1.3, 0.8]), frequency_penalty=choose([0, 0, 0.3]),
+            presence_penalty=choose([0.0, 0.0, 0.7, -1]), top_k=choose([0, 0, 1, 2, 50, 300, 4000, 10**6]),
+            top_p=choose([1.0, 0.9, 0.5, 1e-6, 0.999999]), min_p=choose([0, 0.05]),
+            temperature=choose([0, 0.1, 0.7, 1.0, 5.0, 1e-40, 1e30]), seed=choose([-(2**63), -1, 0, 1234, 2**63 - 1]),
             logit_bias=choose([(), (), ((0, 3.0), (V - 1, -2.5))]) if V > 1 else (),
-        )
+        )  # fmt: skip
         settings.set_row(row, params, torch.randint(0, V, (5,)).tolist())
     rows, tokens = torch.randint(0, R, (20,)), torch.randint(0, V, (20, 1))
     settings.count(list(zip(rows.tolist(), tokens.tolist())))
@@ -332,13 +256,9 @@ def test_triton_draws_what_the_reference_draws(monkeypatch):
         assert_same_draws([x.cpu() for x in found], REFERENCE.sample(*args))
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]  # inductor takes a minute
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_draws_are_the_eager_ones(backend):
-    compiled = torch.compile(sampling.sample_reference, fullgraph=True, dynamic=False, backend=backend)
+def test_compiled_draws_are_the_eager_ones():
+    compiled = torch.compile(sampling.sample_reference, fullgraph=True, dynamic=False, backend="aot_eager")
     torch.manual_seed(5)
     logits = (torch.randn(5, 2, 1021) * 3).bfloat16()
     position, drafted = torch.tensor([0, 3, 900, 2**40, 7]), torch.randint(0, 1021, (5, 1))
@@ -346,10 +266,8 @@ def test_compiled_draws_are_the_eager_ones(backend):
         choose = random.Random(seed).choice
         penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.1, "presence_penalty": 0.2}
         filters = {"temperature": [0, 0.7, 1.5], "top_k": [0, 3, 50], "top_p": [1.0, 0.9], "min_p": [0.0, 0.02]}
-        params = [
-            SamplingParams(**penalties, **{name: choose(values) for name, values in filters.items()}, seed=seed)
-            for _ in range(5)
-        ]
+        chosen = [{name: choose(values) for name, values in filters.items()} for _ in range(5)]
+        params = [SamplingParams(**penalties, **one, seed=seed) for one in chosen]
         args = arguments(logits, make(5, 1021, params, [1, 2, 3]), position, drafted)
         assert_same_draws(compiled(*args), sampling.sample_reference(*args))
 
@@ -363,9 +281,6 @@ def test_operations_are_declared_as_they_are():
     torch.library.opcheck(ops.probabilities, args)
     compiled = torch.compile(lambda *args: ops.sample(*args), fullgraph=True, backend="aot_eager")
     assert_same_draws(compiled(*args), ops.sample(*args))
-
-
-# ---------------------------------------------------------------- rows
 
 
 def test_rows_are_independent_of_neighbours_and_order(implementation):
@@ -435,36 +350,19 @@ def test_cpp_refuses_what_would_be_read_out_of_bounds():
                 operation(**(valid | changed))
 
     refused("row 2 of 2", rows=torch.tensor([0, 2]))
-    refused("row -1 of 2", rows=torch.tensor([-1, 0]))
     refused("rows: expected", rows=torch.tensor([0, 1]).int())
     refused("position: expected", position=torch.tensor([1]))
     refused("drafted token 9 of 9", drafted=torch.tensor([[1, 2], [3, 9]]))
     refused("1 drafted tokens for 3 positions", drafted=torch.tensor([[1], [3]]))
-    refused("drafted: expected", drafted=torch.tensor([[1, 2]]))
     refused("temperature: expected", seed=settings.seed[:1])  # whose length is the number of rows
-    refused("temperature: expected", temperature=settings.temperature[:1])
     refused("top_k: expected", top_k=settings.top_k.int())
     refused("counts of 8 tokens for logits of 9", counts=settings.counts[:, :8].contiguous())
-    refused("counts: expected", counts=settings.counts[:1])
     refused("biases of 8 tokens for logits of 9", logit_bias=settings.logit_bias[:, :8].contiguous())
     refused("masks of 0 words for logits of 9", masks=settings.masks[:, :, :0].contiguous())
     refused("bfloat16, float16 or float32", logits=torch.randn(2, 3, 9).double())
     refused("logits", logits=torch.randn(2, 9))
     beyond = torch.tensor([99, 5 + settings.masks.shape[1] - 2])
     refused("no mask for position", position=beyond, mask_start=torch.tensor([-1, 5]))
-
-
-# ---------------------------------------------------------------- settings
-
-
-def test_counts_of_prompt_and_answer():
-    settings = Sampling.make(3, 8)
-    settings.set_row(1, SamplingParams(repetition_penalty=1.1, seed=-4, top_k=3), [5, 5, 2])
-    settings.count([(1, [2, 7]), (2, [0]), (1, [2, -1])])  # -1 is not a token
-    assert settings.counts.tolist() == [[0] * 8, [0, 0, 5, 0, 0, 1, 0, 2], [2] + [0] * 7]
-    assert settings.seed.tolist() == [0, -4, 0] and settings.top_k.tolist() == [0, 3, 0]
-    settings.set_row(1, SamplingParams(presence_penalty=1.0), [])
-    assert not settings.counts[1].any() and settings.repetition_penalty[1] == 1
 
 
 class EveryThird:
@@ -497,28 +395,20 @@ def test_masks_forbid_tokens_and_leave_log_probabilities(implementation):
         drafts = settings.without_masks()
         assert torch.equal(implementation.sample(*arguments(logits, drafts, torch.tensor([5, 5, 9])))[0], alone[0])
         settings.set_row(0, SamplingParams(temperature=temperature, top_k=20, seed=5), [])  # a new request
-        assert torch.equal(
-            implementation.sample(*arguments(logits, settings, torch.tensor([5, 5, 9])))[0][0], alone[0][0]
-        )
-
-
-@pytest.mark.parametrize("bias", [((1, 1e4),), ((1.0, 2),), ((1, math.nan),)], ids=str)
-def test_biases_that_are_refused(bias):
-    with pytest.raises(ValueError, match="logit_bias must"):
-        SamplingParams(logit_bias=bias)
+        again = implementation.sample(*arguments(logits, settings, torch.tensor([5, 5, 9])))
+        assert torch.equal(again[0][0], alone[0][0])
 
 
 @pytest.mark.parametrize("kwargs", [
     dict(temperature=-0.1), dict(temperature=math.nan), dict(temperature=math.inf), dict(top_k=-1), dict(top_k=2.0),
     dict(top_p=1.1), dict(min_p=-0.1), dict(repetition_penalty=0.0), dict(frequency_penalty=1e4),
     dict(presence_penalty=-1e4), dict(seed=2**63), dict(seed=1.5), dict(top_k=True),
+    dict(logit_bias=((1, 1e4),)), dict(logit_bias=((1.0, 2),)), dict(logit_bias=((1, math.nan),)),
 ], ids=str)  # fmt: skip
 def test_params_refuse_what_is_out_of_range(kwargs):
-    with pytest.raises(ValueError, match=f"^{next(iter(kwargs))} must be"):  # the server reads the first word
+    with pytest.raises(ValueError, match=f"^{next(iter(kwargs))} must"):  # the server reads the first word
         SamplingParams(**kwargs)
 
-
-# ---------------------------------------------------------------- a new setting
 
 TWICE = """if True:
     import generate, sys

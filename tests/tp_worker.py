@@ -1,9 +1,8 @@
 """The processes of tests/test_tp.py.
 
-`python tp_worker.py cases DIR` with RANK and WORLD_SIZE runs all cases of DIR/cases.pt, each on the
-first `ranks` processes, and rank 0 writes DIR/found.pt. `torchrun tp_worker.py sabotage RANK STEP HOW
-ARGUMENTS` is generate.py with one rank that dies, stops or raises an exception in its prefill or
-decode.
+`python tp_worker.py cases DIR` with RANK and WORLD_SIZE runs all cases of DIR/cases.pt, each on the first `ranks`
+processes, and rank 0 writes DIR/found.pt. `torchrun tp_worker.py sabotage RANK STEP HOW ARGUMENTS` is generate.py
+with one rank that dies, stops or raises an exception in its prefill or decode.
 """
 
 import os
@@ -37,8 +36,7 @@ LENGTH = 64
 
 GREEDY = [SamplingParams(temperature=0.0)] * 3
 DRAWN = [SamplingParams(seed=seed) for seed in (10, 11, 12)]
-FILTERS = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
-FILTERS |= {"repetition_penalty": 1.1, "presence_penalty": 0.2}
+FILTERS = {"top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
 MIXED = [SamplingParams(temperature=0.9, seed=7, **FILTERS)]
 MIXED += [SamplingParams(temperature=0.0, repetition_penalty=1.3), DRAWN[0]]
 
@@ -58,10 +56,7 @@ class GroupRanks:
 
 
 def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -> list | None:
-    """The new tokens of each prompt on rank 0, and None on the others.
-
-    One request ends early by on_token, which is called only on rank 0.
-    """
+    """The new tokens of each prompt on rank 0 (where alone on_token ends one request early), None on the others."""
     if engine.ranks.rank:
         return engine.follow()
     requests = [Request(prompt, how, n) for prompt, how in zip(prompts, params)]
@@ -73,13 +68,9 @@ def run(engine: Engine, params: list[SamplingParams], n: int, prompts=PROMPTS) -
 
 
 def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
-    """Everything that is compared.
-
-    It is greedy tokens alone and in a batch, the tokens of rows with other settings each, and the
-    logits of a prefill. With a draft (a model, whole or split), it is also tokens with it, with
-    prompt lookup and with Medusa heads. The tokens that the cache rows hold in the end, and how many
-    tokens have used each expert, must be the same on every rank.
-    """
+    """Everything that is compared: greedy tokens alone and in a batch, those of rows with other settings each, the
+    logits of a prefill, and with a draft (a model, whole or split) tokens with it, with prompt lookup and with heads.
+    What cache rows hold in the end, and how many tokens have used each expert, must be the same on every rank."""
     steps = compiled_steps(compiled, False)
     options = EngineOptions(5, ranks=ranks or SingleProcess())
     found = {}
@@ -95,7 +86,6 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
     note("mixed", MIXED, FEW)
     if not compiled:
         note("alone", GREEDY, FEW, prompts=PROMPTS[:1])
-
     drafts = {}
     if draft:
         drafts["model"] = lambda: [ModelDraft(draft)]
@@ -105,13 +95,11 @@ def outcome(model, ranks=None, compiled: bool = False, draft=None) -> dict:
         note(f"greedy, {kind}", GREEDY, NEW, Speculation(make(), 3, kind != "model"))
         note(f"drawn, {kind}", DRAWN, NEW, Speculation(make(), 2, False))
         assert found[f"greedy, {kind}"] == found["greedy"]
-
     if model.mtp is not None:
         draft = LoggedDraft(model)
         note("greedy, mtp", GREEDY, NEW, Speculation([draft], 3, False))
         found["proposals"] = draft.proposals
         assert found["greedy, mtp"] == found["greedy"]
-
     if not compiled:
         found["logits"] = prefill_logits(model)
     return found
@@ -151,7 +139,6 @@ def run_cases(folder: Path):
     cases = torch.load(folder / "cases.pt", weights_only=False)
     sizes = sorted({case["ranks"] for case in cases.values()})
     groups = {n: dist.new_group(range(n)) for n in sizes}
-
     found = {}
     for name, case in cases.items():
         if rank >= case["ranks"]:
@@ -167,7 +154,6 @@ def run_cases(folder: Path):
             shared = [kind for kind in mine if kind.endswith((": cache", ": experts"))]
             assert all(other[kind] == mine[kind] for kind in shared), name
         found[name] = mine
-
     if rank == 0:
         torch.save(found, folder / "found.pt")
     dist.barrier()

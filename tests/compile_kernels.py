@@ -39,28 +39,16 @@ INTEGERS = ("M", "N", "C", "K", "S", "T", "H", "E", "D", "V", "W", "P")
 INTEGERS += ("n", "m", "dk", "dv", "width", "R", "X", "n_active", "slots", "stride")
 INTEGERS += ("words", "b_stride", "s_stride", "window")
 FLOATS = ("eps", "scale")
+ALIGNED = ("N", "C", "K", "T", "E", "H", "dk", "dv")
 
 
 def compile_kernel(kernel, target: GPUTarget, dtype: torch.dtype, settings: dict, kinds: dict, num_warps, num_stages):
-    """Compile a kernel for a target.
-
-    settings: its constants (None for an absent tensor). kinds: the types of pointers that do not
-    have dtype.
-    """
-    signature = {}
-    aligned = {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in settings:
-            signature[name] = "constexpr"
-        elif name in INTEGERS:
-            signature[name] = "i32"
-        elif name in FLOATS:
-            signature[name] = "fp32"
-        else:
-            signature[name] = "*" + kinds.get(name, TYPES[dtype])
-        if signature[name][0] == "*" or name in ("N", "C", "K", "T", "E", "H", "dk", "dv"):
-            aligned[(i,)] = [["tt.divisibility", 16]]  # as in a real launch
-
+    """settings: its constants (None for an absent tensor). kinds: the types of pointers that do not have dtype."""
+    scalars = dict.fromkeys(INTEGERS, "i32") | dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(settings, "constexpr")
+    pointers = {name: "*" + kinds.get(name, TYPES[dtype]) for name in kernel.arg_names}
+    signature = {name: scalars.get(name, pointers[name]) for name in kernel.arg_names}
+    is_aligned = [kind[0] == "*" or name in ALIGNED for name, kind in signature.items()]
+    aligned = {(i,): [["tt.divisibility", 16]] for i, yes in enumerate(is_aligned) if yes}  # as in a real launch
     source = ASTSource(fn=kernel, signature=signature, constexprs=settings, attrs=aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=target, options=options)
@@ -84,13 +72,10 @@ LINEARS = {
     "bf16 qkv 8B": (16, 0, 6144, 4096, False, True),
 }
 SHAPES = {
-    "qkv 8B": (6144, 4096, False, True),
-    "out 8B": (4096, 4096, False, False),
-    "gate_up 8B": (14336, 4096, True, True),
-    "down 8B": (4096, 14336, False, False),
+    "qkv 8B": (6144, 4096, False, True), "out 8B": (4096, 4096, False, False), "qkv 1B": (3072, 2048, False, True),
+    "gate_up 8B": (14336, 4096, True, True), "down 8B": (4096, 14336, False, False),
     "head 8B": (128256, 4096, False, False),
-    "qkv 1B": (3072, 2048, False, True),
-}
+}  # fmt: skip
 FORMATS = ((4, 32), (4, 64), (4, 128), (4, 0), (8, 32), (8, 128), (8, 0), (16, 0))
 MORE_LINEARS = {
     f"{bits} bits, groups of {group}, {name}": (bits, group, *shape)
@@ -118,25 +103,14 @@ SAMPLE_KINDS |= dict.fromkeys(("repetition_penalty", "frequency_penalty", "prese
 
 
 def linear_case(bits, groupsize, N, C, gated, normed):
-    """(settings, types of pointers, warps, stages) of a product as `linear` launches it.
-
-    The GPU has 132 multiprocessors.
-    """
+    """(settings, types of pointers, warps, stages) of a product as `linear` launches it on 132 multiprocessors."""
     tiles = kt.default_tiles(bits, N, C, 132)
     is_split = tiles["SPLIT_K"] > 1
     settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": True, "bias": None}
     settings |= {"BLOCK_N": tiles["BLOCK_N"], "SPLIT_K": tiles["SPLIT_K"]}
-    if bits >= 16:
-        settings["scales"] = None
-    if not normed:
-        settings["norm"] = None
-    if normed or is_split:
-        settings["residual"] = None
-    if not is_split:
-        settings["parts"] = None
-    if not is_split or not normed:
-        settings["squares"] = None
-
+    absent = {"scales": bits >= 16, "norm": not normed, "residual": normed or is_split, "parts": not is_split}
+    absent["squares"] = not is_split or not normed
+    settings |= {name: None for name, is_absent in absent.items() if is_absent}
     kinds = KINDS | {"scales": "i32" if bits == 4 else "fp16"}
     if bits < 16:
         kinds["weight"] = "i32"

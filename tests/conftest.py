@@ -1,10 +1,10 @@
 """Shared fixtures: tiny random checkpoints by transformers (the oracle), and the default model.
 
-Sizes are odd and pairwise different wherever they can be, so that a transposed or swapped dimension
-fails.
+Sizes are odd and pairwise different where they can be, so that a transposed or swapped dimension fails.
 """
 
 import copy
+import json
 import os
 import signal
 
@@ -22,8 +22,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton decides at import whether it interprets kernels. Other modules import it too, such as
-# torch's compiler.
+# Triton decides at import whether it interprets kernels, and torch's compiler imports it too.
 INTERPRET = mock.patch.dict(os.environ, {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
 with INTERPRET, suppress(ImportError):
     import triton  # noqa: F401
@@ -60,167 +59,38 @@ SKYLAKE = build.InstructionSet("avx512-skylake", build.AVX512.needs, SKYLAKE_FLA
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 131
 
-LLAMA = transformers.LlamaConfig
-MISTRAL = transformers.MistralConfig
-QWEN2 = transformers.Qwen2Config
-QWEN3 = transformers.Qwen3Config
-BLOOM = transformers.BloomConfig
-SMOLLM3 = transformers.SmolLM3Config
-GEMMA3 = transformers.Gemma3TextConfig
-PHI3 = transformers.Phi3Config
-GRANITE = transformers.GraniteConfig
-OLMO2 = transformers.Olmo2Config
-OLMO3 = transformers.Olmo3Config
-MINISTRAL3 = transformers.Ministral3Config
-QWEN35 = transformers.Qwen3_5TextConfig
-LFM2 = transformers.Lfm2Config
-MIXTRAL = transformers.MixtralConfig
-QWEN3_MOE = transformers.Qwen3MoeConfig
+BLOOM, PHI3, GRANITE = transformers.BloomConfig, transformers.Phi3Config, transformers.GraniteConfig
+GEMMA3, OLMO2, OLMO3 = transformers.Gemma3TextConfig, transformers.Olmo2Config, transformers.Olmo3Config
+MINISTRAL3, QWEN35, LFM2 = transformers.Ministral3Config, transformers.Qwen3_5TextConfig, transformers.Lfm2Config
+MIXTRAL, QWEN3_MOE = transformers.MixtralConfig, transformers.Qwen3MoeConfig
 QWEN35_MOE = transformers.Qwen3_5MoeTextConfig
-
-LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 40, "rope_theta": 500000.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "rope_theta": 10000.0}
-YARN_SET = YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
 SHORT_CONTEXT = {"original_max_position_embeddings": 95}  # of longrope
+
+
+def read_tiny():
+    """name: (config class, hidden, heads, K/V heads, hidden of the MLP, layers, tied, the rest).
+
+    Every family at least twice; MHA, GQA and MQA; tied and untied; every RoPE scaling. The MLPs of
+    lfm2-tied and lfm2-biased have widths of 64 and 58, and layers 1 and 5 of qwen3-moe-8 are sparse.
+    """
+    rows = json.loads((ROOT / "tests" / "data" / "tiny_models.json").read_text())
+    return {name: (getattr(transformers, kind), *rest) for name, (kind, *rest) in rows.items()}
+
+
+TINY = read_tiny()
+YARN_SET = TINY["qwen2-yarn"][-1]["rope_parameters"]
+SCALED_QUERIES = TINY["ministral3-gqa"][-1]["rope_parameters"]
 
 
 def longrope(n):
     """The parameters of longrope with n short and n long factors."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0} | SHORT_CONTEXT
-    rope["short_factor"] = [1 + i / 9 for i in range(n)]
-    rope["long_factor"] = [2 + i * i for i in range(n)]
-    return rope
+    return rope | {"short_factor": [1 + i / 9 for i in range(n)], "long_factor": [2 + i * i for i in range(n)]}
 
 
 def by_kind(truncate=None, **full):
-    """RoPE that is scaled only in the layers with full attention.
-
-    transformers ignores `truncate` there.
-    """
-    sliding = {"rope_type": "default", "rope_theta": 3e4}
-    return {"full_attention": full, "sliding_attention": sliding}
-
-
-YARN_MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
-SCALED_QUERIES = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.8}
-SCALED_QUERIES |= {"original_max_position_embeddings": 19}
-
-# Every family at least twice; MHA, GQA and MQA; tied and untied; every RoPE scaling.
-# name: (config class, hidden, heads, K/V heads, hidden of the MLP, layers, tied, the rest)
-TINY = {
-    "llama-mha": (LLAMA, 60, 6, 6, 84, 2, False, {}),
-    "llama-gqa-biased": (LLAMA, 36, 6, 3, 92, 3, True, {"head_dim": 14, "attention_bias": True, "mlp_bias": True}),
-    "llama-mqa-linear": (LLAMA, 40, 5, 1, 52, 2, False, {"rope_parameters": LINEAR, "max_position_embeddings": 80}),
-    "llama-llama3": (LLAMA, 48, 4, 2, 76, 3, True, {"rope_parameters": LLAMA3}),
-    "llama-yarn": (LLAMA, 66, 3, 1, 58, 2, False, {"rope_parameters": YARN, "max_position_embeddings": 48}),
-    "llama-yarn-mscale": (LLAMA, 30, 3, 3, 68, 2, False, {"rope_parameters": YARN_MSCALE}),
-    "mistral-window": (MISTRAL, 44, 2, 1, 74, 3, False, {"sliding_window": 7}),
-    "mistral-gqa": (MISTRAL, 50, 6, 2, 86, 2, True, {"sliding_window": None, "head_dim": 22}),
-    "ministral3-gqa": (MINISTRAL3, 46, 6, 3, 66, 3, True, {"head_dim": 16, "rope_parameters": SCALED_QUERIES}),
-    "ministral3-window": (
-        MINISTRAL3, 54, 4, 1, 82, 2, False, {"head_dim": 20, "sliding_window": 29, "rope_parameters": SCALED_QUERIES |
-                                             {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.3}},
-    ),
-    "qwen2-gqa": (QWEN2, 56, 4, 2, 46, 3, True, {}),
-    "qwen2-sliding": (
-        QWEN2, 42, 3, 1, 94, 4, False, {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
-    ),
-    "qwen2-yarn": (QWEN2, 64, 8, 2, 98, 2, False, {"rope_parameters": YARN_SET}),
-    "qwen3-gqa": (QWEN3, 52, 6, 2, 38, 3, False, {"head_dim": 18}),
-    "qwen3-mqa-biased": (QWEN3, 46, 5, 1, 62, 2, True, {"head_dim": 26, "attention_bias": True}),
-    "smollm3-tied": (SMOLLM3, 70, 5, 1, 88, 5, True, {}),
-    "smollm3-custom": (
-        SMOLLM3, 72, 6, 3, 62, 3, False, {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9,
-                                          "attention_bias": True, "rope_parameters": YARN_SET},
-    ),
-    "gemma3-tied": (
-        GEMMA3, 56, 4, 2, 74, 7, True, {"head_dim": 22, "sliding_window": 13, "query_pre_attn_scalar": 15}
-    ),
-    "gemma3-untied": (
-        GEMMA3, 42, 3, 1, 58, 3, False, {"head_dim": 30, "sliding_window": 5, "sliding_window_pattern": 2,
-                                         "rope_parameters": by_kind(rope_type="linear", factor=8.0, rope_theta=1e6)},
-    ),
-    "phi3-partial": (PHI3, 52, 2, 1, 62, 3, True, {"rope_parameters": {"rope_type": "default", "rope_theta": 9e3,
-                                                                     "partial_rotary_factor": 0.7}}),
-    "phi3-window": (PHI3, 36, 6, 2, 46, 2, False, {"sliding_window": 23}),
-    "phi3-longrope": (PHI3, 48, 4, 4, 94, 2, False, {"rope_parameters": longrope(6)} | SHORT_CONTEXT),
-    "phi3-longrope-partial": (
-        PHI3, 60, 6, 3, 38, 3, True, {"rope_parameters": longrope(3) | {"partial_rotary_factor": 0.6}} | SHORT_CONTEXT
-    ),
-    "granite-tied": (
-        GRANITE, 60, 6, 2, 68, 3, True, {"embedding_multiplier": 7.0, "attention_multiplier": 0.31,
-                                         "residual_multiplier": 0.22, "logits_scaling": 0.6},
-    ),
-    "granite-biased": (
-        GRANITE, 54, 3, 3, 44, 2, False, {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.4,
-                                          "logits_scaling": 1.3, "rope_parameters": LINEAR},
-    ),
-    "olmo2-gqa": (OLMO2, 40, 5, 1, 66, 3, False, {}),
-    "olmo2-mha-biased": (OLMO2, 78, 3, 3, 64, 2, False, {"attention_bias": True, "rope_parameters": YARN_SET}),
-    "olmo3-tied": (OLMO3, 66, 3, 1, 82, 5, True, {"sliding_window": 17}),
-    "olmo3-yarn": (
-        OLMO3, 72, 4, 2, 54, 4, False, {"sliding_window": 6, "rope_parameters": by_kind(**YARN_SET),
-                                        "layer_types": ["full_attention", "sliding_attention"] * 2},
-    ),
-    "qwen35-grouped": (
-        QWEN35, 52, 4, 2, 70, 5, True, {"head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
-                                        "linear_key_head_dim": 10, "linear_value_head_dim": 14},
-    ),
-    "qwen35-wide": (
-        QWEN35, 46, 3, 1, 58, 3, False, {"head_dim": 16, "linear_num_key_heads": 5, "linear_num_value_heads": 5,
-                                         "linear_key_head_dim": 22, "linear_value_head_dim": 17,
-                                         "linear_conv_kernel_dim": 3, "attention_bias": True,
-                                         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-                                         "rope_parameters": YARN_SET | {"partial_rotary_factor": 0.75}},
-    ),
-    # The widths of their MLPs are 64 and 58.
-    "lfm2-tied": (LFM2, 70, 5, 1, 86, 5, True, {"full_attn_idxs": [1, 4], "block_multiple_of": 8}),
-    "lfm2-biased": (
-        LFM2, 48, 6, 3, 58, 4, False, {"layer_types": ["full_attention", "conv", "conv", "full_attention"],
-                                       "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
-                                       "rope_parameters": YARN_SET},
-    ),
-    "mixtral-3": (
-        MIXTRAL, 52, 6, 3, 34, 3, False, {"head_dim": 14, "num_local_experts": 3, "num_experts_per_tok": 2}
-    ),
-    "mixtral-tied": (
-        MIXTRAL, 44, 2, 1, 58, 2, True, {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 9}
-    ),
-    # Layers 1 and 5 are sparse.
-    "qwen3-moe-8": (
-        QWEN3_MOE, 46, 4, 2, 62, 6, False, {"head_dim": 18, "num_experts": 8, "num_experts_per_tok": 3,
-                                            "moe_intermediate_size": 22, "decoder_sparse_step": 2,
-                                            "mlp_only_layers": [3], "attention_bias": True},
-    ),
-    "qwen3-moe-33": (
-        QWEN3_MOE, 54, 5, 1, 70, 3, True, {"head_dim": 16, "num_experts": 33, "num_experts_per_tok": 8,
-                                           "moe_intermediate_size": 14, "norm_topk_prob": True,
-                                           "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 27},
-    ),
-    "qwen35-moe-5": (
-        QWEN35_MOE, 48, 4, 2, 30, 5, True, {"head_dim": 24, "num_experts": 5, "num_experts_per_tok": 4,
-                                            "moe_intermediate_size": 30, "shared_expert_intermediate_size": 38,
-                                            "linear_num_key_heads": 3, "linear_num_value_heads": 6,
-                                            "linear_key_head_dim": 10, "linear_value_head_dim": 14},
-    ),
-    "qwen35-moe-8": (
-        QWEN35_MOE, 42, 3, 1, 50, 3, False, {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
-                                             "moe_intermediate_size": 50, "shared_expert_intermediate_size": 18,
-                                             "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-                                             "linear_key_head_dim": 22, "linear_value_head_dim": 17,
-                                             "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    ),
-    "bloom-3": (BLOOM, 33, 3, 3, 132, 2, True, {}),
-    "bloom-5": (BLOOM, 55, 5, 5, 220, 3, True, {"apply_residual_connection_post_layernorm": True}),
-    "bloom-8": (BLOOM, 56, 8, 8, 224, 2, True, {"layer_norm_epsilon": 1e-3}),
-    "bloom-12": (BLOOM, 60, 12, 12, 240, 4, True, {"pretraining_tp": 2}),
-    "bloom-1": (BLOOM, 26, 1, 1, 104, 3, True, {}),
-    "bloom-2-untied": (BLOOM, 38, 2, 2, 152, 2, False, {}),
-    "bloom-7-post": (BLOOM, 63, 7, 7, 252, 2, True, {"apply_residual_connection_post_layernorm": True}),
-    "bloom-16": (BLOOM, 48, 16, 16, 192, 2, True, {}),
-}  # fmt: skip
+    """RoPE that is scaled only in the layers with full attention, where transformers ignores `truncate`."""
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
 
 
 def tiny_config(name: str):
@@ -267,8 +137,7 @@ def save_random(config, directory: Path, seed: int, **save):
 
 def pytest_addoption(parser):
     names = ("auto", "avx512", "avx512-skylake", "avx2", "avx2-vnni")
-    kernels_help = "the CPU kernels that this process tests"
-    parser.addoption("--kernels", choices=names, default="auto", help=kernels_help)
+    parser.addoption("--kernels", choices=names, default="auto", help="the CPU kernels that this process tests")
 
 
 def pytest_configure(config):
@@ -295,10 +164,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A function of a name of TINY that returns three things in float32.
-
-    They are transformers' model, its directory, and our checkpoint directory converted from it.
-    """
+    """A function of a name of TINY: transformers' model in float32, its directory, our checkpoint converted from it."""
     made = {}
 
     def get(name):
@@ -314,10 +180,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny):
-    """A function of a name of TINY that returns our model in float32.
-
-    Its caches have 5 rows and 256 positions unless the arguments say otherwise.
-    """
+    """A function of a name of TINY that returns our model in float32, with caches."""
 
     def get(name, rows=5, length=256):
         model = load_model(tiny(name)[2], dtype=torch.float32)
@@ -345,10 +208,7 @@ def default_tokenizer(default_checkpoint):
 
 @pytest.fixture(scope="session")
 def gguf_package():
-    """The gguf package, which here reads the default file and names its tensors only once.
-
-    Both take seconds, and transformers asks for them often.
-    """
+    """The gguf package, which here reads the default file and names its tensors only once, for both take seconds."""
     read = gguf.GGUFReader
     read_once = cache(read)
     name_once = cache(gguf.get_tensor_name_map)
@@ -371,8 +231,7 @@ def gguf_oracle(gguf_package):
 def default_oracle(gguf_oracle):
     """The same with the pre-tokenizer of the file ("smollm": digits first).
 
-    transformers 5.23 does not know "smollm" and splits as GPT-2 does. Whitespace before a digit
-    then gets other ids than with the model's own tokenizer.json or llama.cpp.
+    transformers 5.23 does not know "smollm" and splits as GPT-2 does: other ids for whitespace before a digit.
     """
     oracle = copy.deepcopy(gguf_oracle)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -388,12 +247,8 @@ def byte_level(tmp_path_factory):
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<|begin|>", "<|end|>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
+    options = {"special_tokens": ["<|begin|>", "<|end|>"], "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=700, **options)
     library.train_from_iterator(strings(n=100), trainer)
     library.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     folder = tmp_path_factory.mktemp("byte-level")
@@ -409,18 +264,11 @@ def sentencepiece_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sentencepiece")
     lines = [text.replace("\n", " ") for text in strings(n=150) if text.strip()]
     (folder / "corpus.txt").write_text("\n".join(lines))
+    files = {"input": str(folder / "corpus.txt"), "model_prefix": str(folder / "tokenizer")}
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "corpus.txt"),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=600,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.98,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        minloglevel=2,
-    )
+        **files, vocab_size=600, model_type="bpe", byte_fallback=True, character_coverage=0.98, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
+    )  # fmt: skip
     return folder
 
 
@@ -431,8 +279,7 @@ only_torch = without_kernels  # for models loaded with kernels="torch"
 def greedy(model, prompts, n, prefill=None, decode=None, length=320):
     """n greedy tokens after each prompt, in one batch.
 
-    prefill and decode: compiled versions of the model. length: positions of the caches that are set
-    up; None uses the present ones.
+    prefill and decode: compiled versions of the model. length: of the caches; None uses the present ones.
     """
     prefill = model if prefill is None else prefill  # a compiled model has no truth value
     decode = model if decode is None else decode
@@ -467,11 +314,7 @@ def hf_greedy(oracle, prompt, n):
 
 
 def for_long_rows(oracle):
-    """The oracle for rows longer than longrope's original context.
-
-    It is transformers' model with the long factors for every input. Other models are their own
-    oracle.
-    """
+    """The oracle for rows longer than longrope's original context: the model with the long factors for every input."""
     config = copy.deepcopy(oracle.config)
     rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") != "longrope":
@@ -489,10 +332,7 @@ def python():
 
 
 def tiny_chat_llama(directory, byte_level, context, template, seed):
-    """Save a random Llama with the tokenizer of `byte_level` and a chat template.
-
-    Return transformers' model and tokenizer. Large weights make the model's choices clear-cut.
-    """
+    """Save a random Llama, whose choices are clear-cut, with a chat template; return its model and tokenizer."""
     config = transformers.LlamaConfig(
         vocab_size=700, hidden_size=36, num_attention_heads=6, num_key_value_heads=3, intermediate_size=92,
         num_hidden_layers=2, max_position_embeddings=context, bos_token_id=0, eos_token_id=1,
@@ -515,10 +355,7 @@ def tiny_chat_llama(directory, byte_level, context, template, seed):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory, byte_level):
-    """The checkpoint directories of one tiny model with a tokenizer and a template, by format.
-
-    The format None is float32.
-    """
+    """The checkpoints of one tiny model with a tokenizer and a template, by format; None is float32."""
     from servers import CONTEXT
     from texts import TEMPLATE
 

@@ -44,150 +44,16 @@ LIMIT_S = 300  # the longest that a program may run
 
 # ---------------------------------------------------------------- the runs
 
-# Checkpoints written by quantize.py: source, options
-QUANTIZED = {
-    "int8": ("llama-biased", "--mode int8"),
-    "int8-row": ("qwen2", "--mode int8 --groupsize 0 --head none"),
-    "int4": ("llama-biased", "--mode int4"),
-    "int4-64": ("llama-wide", "--mode int4 --groupsize 64 --head none"),
-    "int4-row": ("qwen3", "--mode int4 --groupsize 0 --head int4"),
-    "int4-gptq": ("mistral", "--mode int4-gptq"),
-    "int4-gptq-text": ("text", "--mode int4-gptq --calibration_file @notes.txt"),
-    "int4-ranks": ("llama-ranks", "--mode int4"),
-    "int4-text": ("text", "--mode int4"),
-    "int4-small": ("text-small", "--mode int4"),
-    "bloom-int8": ("bloom-post", "--mode int8"),
-    "bloom-int4": ("bloom", "--mode int4"),
-    "default-int8": ("default", "--mode int8"),
-    "default-int4": ("default", "--mode int4"),
-}
-
-# The prompt LONG is longer than the windows and the contexts before scaling.
-LONG = ",".join(str(3 + 29 * i % 128) for i in range(40))
-WORDS = {  # the tables write these words for several options
-    "F32": "--dtype float32",
-    "GREEDY": "--temperature 0",
-    "SAMPLED": "--temperature 0.9 --seed 7",
-    "IDS": f"--prompt_ids 5,17,33,64,101 --prompt_ids 90 --prompt_ids {LONG}",
-    "TEXTS": "--prompt 'the one and' --prompt 'In the end, two of three'",
-    "SHORT": "--max_new_tokens 12",
-    "DRAFTS": "--draft medusa --draft int4-self --draft prompt-lookup",
-    "REPEAT": "--chat --prompt 'Repeat after me: one two three one two three one two'",
-}
-
-# Runs of generate.py --json: checkpoint, options (40 new tokens if they do not say otherwise)
-GENERATE = {
-    "default": ("default", "GREEDY SHORT"),
-    "default, a batch": ("default", "GREEDY SHORT --prompt 'The sea is' --prompt 'def f(x):' --batch_size 2"),
-    "default, sampled": ("default", "SHORT --seed 3 --num_samples 2 --prompt 'Once upon a time'"),
-    "default, float32": ("default", "F32 GREEDY SHORT --prompt 'The sea is' --synthetic_prompt 70"),
-    "default, threads chosen": ("default", "OMP_NUM_THREADS=2 F32 GREEDY"),
-    "default, chat": ("default", "--chat GREEDY SHORT --prompt 'What is the capital of France?'"),
-    "default, system": ("default", "--system 'You answer in rhyme.' SAMPLED SHORT --prompt 'Hello'"),
-    "default, int8": ("default-int8", "GREEDY SHORT"),
-    "default, int4": ("default-int4", "GREEDY SHORT --prompt 'The sea is' --threads 1"),
-    "default, GGUF": ("default-gguf", "GREEDY SHORT --prompt 'The sea is'"),
-    "llama": ("llama", "F32 GREEDY IDS"),
-    "llama-biased": ("llama-biased", "F32 SAMPLED IDS"),
-    "llama-llama3": ("llama-llama3", "F32 SAMPLED IDS"),
-    "llama-yarn": ("llama-yarn", "F32 GREEDY IDS"),
-    "mistral": ("mistral", "F32 SAMPLED IDS"),
-    "qwen2": ("qwen2", "F32 SAMPLED IDS --max_seq_length 100"),
-    "qwen3": ("qwen3", "F32 GREEDY IDS"),
-    "bloom": ("bloom", "F32 SAMPLED IDS"),
-    "bloom-post": ("bloom-post", "F32 SAMPLED IDS"),
-    "llama, torch": ("llama-biased", "F32 SAMPLED IDS --kernels torch"),
-    "llama, bfloat16": ("llama-biased", "SAMPLED IDS --batch_size 2"),
-    "qwen3, float16": ("qwen3", "GREEDY IDS --dtype float16"),
-    "int8": ("int8", "F32 SAMPLED IDS"),
-    "int8, bfloat16": ("int8", "SAMPLED IDS"),
-    "int8 by row, no head": ("int8-row", "F32 SAMPLED IDS"),
-    "int4": ("int4", "F32 GREEDY IDS"),
-    "int4, bfloat16": ("int4", "SAMPLED IDS --batch_size 3"),
-    "int4, torch": ("int4", "F32 GREEDY IDS --kernels torch"),
-    "int4, exact": ("int4", "SAMPLED IDS --exact_activations"),
-    "int4 by 64, no head": ("int4-64", "F32 GREEDY IDS"),
-    "int4 by row, int4 head": ("int4-row", "F32 SAMPLED IDS"),
-    "int4-gptq": ("int4-gptq", "F32 SAMPLED IDS"),
-    "int4-gptq from a text": ("int4-gptq-text", "F32 SAMPLED TEXTS"),
-    "bloom int8": ("bloom-int8", "F32 SAMPLED IDS"),
-    "bloom int4": ("bloom-int4", "SAMPLED IDS"),
-    "GGUF Q4_0": ("gguf-q4_0", "F32 GREEDY TEXTS"),
-    "GGUF Q8_0": ("gguf-q8_0", "SAMPLED TEXTS"),
-    "GGUF mixed": ("gguf-mixed", "F32 GREEDY TEXTS"),
-    "samples and copies": ("llama", "F32 SAMPLED IDS --num_samples 2 --batch_size 3 --top_k 9"),
-    "top_p and min_p": ("qwen3", "F32 SAMPLED IDS --top_p 0.8 --min_p 0.02 --top_k 0"),
-    "penalties": ("bloom", "F32 SAMPLED IDS --repetition_penalty 1.3 --frequency_penalty 0.4 --presence_penalty 0.3"),
-    "prompts of a file": ("text", "F32 GREEDY --prompt_file @prompts.txt"),
-    "stop strings": ("text", "F32 SAMPLED TEXTS --batch_size 4 --stop e --stop t"),
-    "EOS ignored": ("text", "F32 --temperature 1.5 --top_k 0 TEXTS --batch_size 4 --ignore_eos --max_new_tokens 150"),
-    "EOS": ("text", "F32 --temperature 1.5 --top_k 0 TEXTS --batch_size 4 --max_new_tokens 150"),
-    "template": ("text", "F32 SAMPLED TEXTS --system 'one two'"),
-    "compiled": ("text-small", "F32 SAMPLED --prompt 'the one' --compile"),
-    "compiled, int4": ("int4-small", "SAMPLED --prompt 'the one' --compile --compile_prefill"),
-    "lookup": ("mistral", "F32 IDS --temperature 0.4 --draft prompt-lookup --speculate_k 3"),
-    "lookup, int4": ("int4", "F32 GREEDY IDS --max_new_tokens 150 --draft prompt-lookup --speculate_k 7"),
-    "lookup, auto": ("default", "F32 GREEDY REPEAT --draft prompt-lookup"),
-    "lookup in a file": ("text", "F32 GREEDY TEXTS --draft lookup:@notes.txt --speculate_k 4"),
-    "int4-self": ("llama-llama3", "F32 SAMPLED IDS --draft int4-self --speculate_k 3"),
-    "int4-self of int8": ("int8", "F32 GREEDY IDS --draft int4-self --speculate_k 5"),
-    "medusa": ("default", "GREEDY SHORT --chat --draft medusa --speculate_k 3"),
-    "medusa, sampled": ("default", "F32 SAMPLED SHORT --draft medusa --speculate_k 2 --batch_size 2"),
-    "all drafts": ("default", "F32 GREEDY REPEAT DRAFTS --speculate_k 3"),
-    "longrope, short rows": ("text-longrope", "F32 GREEDY IDS"),
-    "longrope, long rows": ("text-longrope", "F32 GREEDY --synthetic_prompt 181 --synthetic_prompt 159"),
-    "longrope, lookup": ("text-longrope", "F32 GREEDY --synthetic_prompt 181 --draft prompt-lookup --speculate_k 5"),
-    "longrope, draft model": (
-        "text-longrope",
-        "F32 GREEDY --synthetic_prompt 181 --draft_checkpoint_path @text-longrope --speculate_k 3",
-    ),
-    "longrope, int4-self": ("text-longrope", "F32 SAMPLED IDS --draft int4-self --speculate_k 4"),
-    "draft model": ("text", "F32 SAMPLED TEXTS --draft_checkpoint_path @int4-text --speculate_k 4"),
-    "draft model, auto": ("qwen2", "F32 GREEDY IDS --draft_checkpoint_path @int8-row"),
-}
-
-# Runs under torchrun: ranks, checkpoint, options
-RANKED = {
-    "2 ranks": (2, "llama", "F32 GREEDY IDS"),
-    "2 ranks, int4": (2, "int4-ranks", "F32 SAMPLED IDS --kernels torch"),
-    "2 ranks, bloom": (2, "bloom", "F32 SAMPLED IDS --top_p 0.9"),
-    "2 ranks, lookup": (2, "qwen3", "F32 GREEDY IDS --draft prompt-lookup --speculate_k 3"),
-    "3 ranks": (3, "llama-ranks", "F32 SAMPLED IDS --batch_size 2"),
-    "3 ranks, int4": (3, "int4-ranks", "F32 GREEDY IDS"),
-    "3 ranks, draft model": (3, "bloom", "F32 SAMPLED IDS --draft_checkpoint_path @bloom --speculate_k 3"),
-}
-
-# Runs of generate.py without --json, whose output is text: checkpoint, options, lines of input
-PRINTED = {
-    "one prompt, streamed": ("default", "GREEDY SHORT --prompt 'It was'", []),
-    "several prompts": ("text", "F32 SAMPLED TEXTS --num_samples 2 --synthetic_prompt 9", []),
-    "conversation": ("default", "--interactive GREEDY SHORT", ["My name is Ada. Who are you?", "What is my name?"]),
-    "commands": ("text", "--interactive F32 SAMPLED", ["one two", "/system In the end", "and three", "/reset", "one"]),
-}
-
-# Servers: checkpoint, options of serve.py. Each gets all requests of the next table, and then
-# several at once.
-SERVERS = {
-    "server": ("text", "F32 --max_batch_size 3 --prefill_chunk 16"),
-    "server, longrope": ("text-longrope", "F32 --max_batch_size 2"),
-    "server, int4, lookup": ("int4-text", "F32 --max_batch_size 4 --draft prompt-lookup --speculate_k 3"),
-}
-MESSAGES = {"messages": [{"role": "system", "content": "one two"}, {"role": "user", "content": "In the end, three"}]}
+# Seven tables, each of names of runs, and what to run:
+# QUANTIZED: checkpoints written by quantize.py: source, options
+# WORDS: what the tables write for several options; its prompt of 40 ids is longer than the windows
+# GENERATE: runs of generate.py --json: checkpoint, options (40 new tokens if they do not say otherwise)
+# RANKED: runs under torchrun: ranks, checkpoint, options
+# PRINTED: runs of generate.py without --json, whose output is text: checkpoint, options, lines of input
+# SERVERS: checkpoint, options of serve.py; each gets all REQUESTS (path, body), and then several at once
+TABLES = json.loads((Path(__file__).parent / "data" / "same_tokens.json").read_text())
+QUANTIZED, WORDS, GENERATE, RANKED, PRINTED, SERVERS, REQUESTS = TABLES.values()
 COMPLETION = "/v1/completions"
-CHAT = "/v1/chat/completions"
-TEXT = {"prompt": "the one and", "max_tokens": 30}
-REQUESTS = {
-    "completion": (COMPLETION, TEXT | {"temperature": 0}),
-    "streamed": (COMPLETION, TEXT | {"temperature": 0.9, "seed": 4, "stream": True}),
-    "prompts": (COMPLETION, TEXT | {"prompt": ["one", "the end of the " * 9, "two"], "seed": 5, "top_p": 0.9}),
-    "token ids": (COMPLETION, TEXT | {"prompt": [5, 17, 233, 101], "temperature": 0, "ignore_eos": True}),
-    "logprobs": (COMPLETION, TEXT | {"temperature": 0, "logprobs": 3, "echo": True}),
-    "penalties": (COMPLETION, TEXT | {"seed": 6, "top_k": 20, "repetition_penalty": 1.3, "frequency_penalty": 0.2}),
-    "stop": (COMPLETION, TEXT | {"seed": 7, "stop": ["e", " t"], "min_p": 0.01}),
-    "chat": (CHAT, MESSAGES | {"temperature": 0, "max_tokens": 30}),
-    "chat, logprobs": (CHAT, MESSAGES | {"seed": 8, "max_tokens": 20, "logprobs": True, "top_logprobs": 2}),
-    "chat, streamed": (CHAT, MESSAGES | {"seed": 9, "max_tokens": 30, "stream": True, "temperature": 0.8}),
-}
 AT_ONCE = 10  # requests, each with its own seed and length
 
 # ---------------------------------------------------------------- running the programs

@@ -33,25 +33,12 @@ ORDER = """
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them
 ROOMS = ["cpu", "sources", "drafts", "server"]
 # Files and folders that can be deleted together.
-OPTIONAL = [
-    "chat",
-    "speculative drafts",
-    "tp ranks",
-    "cpu",
-    "kernels_triton",
-    "recurrent mtp",
-    "experts",
-    "serve server grammar",
-    "evaluate",
-    "training",
-]
-OPTIONAL += ["sources convert_hf_checkpoint"]
+OPTIONAL = ["chat", "speculative drafts", "tp ranks", "cpu", "kernels_triton", "recurrent mtp", "experts", "training"]
+OPTIONAL += ["serve server grammar", "evaluate", "sources convert_hf_checkpoint"]
 
 TOP_LEVEL = sorted(ROOT.glob("*.py"))
-PATHS = [
-    *TOP_LEVEL,
-    *(path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")) if path.stem != "__init__"),
-]
+IN_ROOMS = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")) if path.stem != "__init__"]
+PATHS = [*TOP_LEVEL, *IN_ROOMS]
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}  # by the module's name
 
 
@@ -88,14 +75,9 @@ def test_the_readme_is_short_and_lists_each_file_once():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_imports_only_files_above_it(name):
-    allowed = ORDER[: ORDER.index(name)]
-    assert [module for module, _, in_main in own_imports(name) if module not in allowed and not in_main] == []
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_imports_a_command(name):
-    found = own_imports(name)
+def test_a_file_imports_only_files_above_it_and_no_command(name):
+    allowed, found = ORDER[: ORDER.index(name)], own_imports(name)
+    assert [module for module, _, in_main in found if module not in allowed and not in_main] == []
     assert [module for module, *_ in found if module in COMMANDS] == []
     assert [module for module, names, _ in found if {"main", "parse_arguments"} & set(names)] == []
 
@@ -201,36 +183,17 @@ def test_conditional_expressions_and_long_lines_are_few():
 
 def test_faults_are_found():
     wrong = [
-        "def f(a, b, c, d, e, f, *, g): pass",
-        "def f():" + "\n pass" * 60,
-        "a, b = 1, 2",
-        "a, b = (f(x) for x in y)",
-        "[a, b] = f()",
-        "a = b = c",
-        "a = b if c else d if e else f",
-        "a = (b if c else\n d)",
-        "f(*(a, b))",
-        "'s' * (n > 1)",
-        "f'{x}' * many",
-        "[x] * (a and b)",
-        "[x] * (not a)",
-    ]
+        "def f(a, b, c, d, e, f, *, g): pass", "def f():" + "\n pass" * 60, "a, b = 1, 2", "a, b = (f(x) for x in y)",
+        "[a, b] = f()", "a = b = c", "a = b if c else d if e else f", "a = (b if c else\n d)", "f(*(a, b))",
+        "'s' * (n > 1)", "f'{x}' * many", "[x] * (a and b)", "[x] * (not a)",
+    ]  # fmt: skip
     for source in wrong:
         assert len(list(faults(ast.parse(source)))) == 1, source
     right = [
-        "class C:\n def f(self, a, b, c, d, e, f): pass",
-        "def f():" + "\n pass" * 59,
-        "a, b, c = x.shape",
-        "a, *b = f()",
-        "a = b, c, d",
-        "a = b if c else d",
-        "f(*a, *b.c)",
-        "'-' * 8",
-        "b' ' * (8 + n)",
-        "'ab' * len(x)",
-        "[0] * n",
+        "class C:\n def f(self, a, b, c, d, e, f): pass", "def f():" + "\n pass" * 59, "a, b, c = x.shape", "'-' * 8",
+        "a, *b = f()", "a = b, c, d", "a = b if c else d", "f(*a, *b.c)", "b' ' * (8 + n)", "'ab' * len(x)", "[0] * n",
         "x * (a > b)",
-    ]
+    ]  # fmt: skip
     for source in right:
         assert list(faults(ast.parse(source))) == [], source
     assert list(faults(ast.parse(wrong[0]), takes_schemas=True)) == []
@@ -293,10 +256,8 @@ def test_generation_works_without_optional_files(tiny, tmp_path, python):
         for path in TOP_LEVEL:
             shutil.copy(path, copy)
         for name in absent.split():
-            if (copy / name).is_dir():
-                shutil.rmtree(copy / name)
-            else:
-                (copy / f"{name}.py").unlink()
+            path = copy / name
+            shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
     options = ["--prompt_ids", "5,6,7", "--max_new_tokens", "3", "--checkpoint_path", str(tiny("llama-mha")[2])]
     done = subprocess.run([*python, "-c", GENERATE, *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("all ran\n"), done.stderr

@@ -21,14 +21,7 @@ import quantize
 from checkpoint import empty_model, read_quantization, total_weight_bytes
 from cli import UserError
 from config import Config
-from formats import (
-    FORMATS,
-    Quantization,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    Scheme,
-    pack,
-)
+from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
 from layers import ExpertStack
 from load import load_model
 from quantize import quantize_checkpoint
@@ -94,9 +87,8 @@ def test_the_layout_on_disk():
     assert packed["packed"].shape == (1, 40) and packed["packed"][0, 39] < 16, "79 columns leave the last nibble empty"
     scales, mins = torch.tensor([[2.0, 0.5]]).half(), torch.tensor([[-4.0, 1.0]]).half()
     q = torch.tensor([[0x10, 0x32, 0x0F]], dtype=torch.uint8)
-    assert FORMATS["int4"].unpack({"packed": q, "scales": scales, "mins": mins}, 4, 5).tolist() == [
-        [-4.0, -2.0, 0.0, 2.0, 8.5]
-    ]
+    found = FORMATS["int4"].unpack({"packed": q, "scales": scales, "mins": mins}, 4, 5)
+    assert found.tolist() == [[-4.0, -2.0, 0.0, 2.0, 8.5]]
     q = torch.tensor([[-127, 3, 0, 1, 127]], dtype=torch.int8)
     assert FORMATS["int8"].unpack({"weight": q, "scales": scales}, 4, 5).tolist() == [[-254.0, 6.0, 0.0, 2.0, 63.5]]
     assert pack(torch.tensor([[-254.0, 6, 0, 2, 63.5]]), "int8", 0)["weight"].tolist() == [[-127, 3, 0, 1, 32]]
@@ -166,8 +158,7 @@ def test_layers_are_the_unpacked_matrix(monkeypatch, format, N, C, groupsize):
 
 CASES = [
     ("llama-gqa-biased", Quantization("int4", 32, "int8")), ("llama-mha", Quantization("int8", 32, "int4")),
-    ("qwen2-gqa", Quantization("int8", 0, "none")), ("qwen3-gqa", Quantization("int4", 0, "int4")),
-    ("bloom-5", Quantization("int4", 32, "int8")), ("bloom-2-untied", Quantization("int8", 0, "int8")),
+    ("qwen2-gqa", Quantization("int8", 0, "none")), ("bloom-2-untied", Quantization("int4", 0, "int4")),
 ]  # fmt: skip
 
 
@@ -192,19 +183,6 @@ def test_a_quantized_model_equals_its_unpacked_weights(tiny, tmp_path, name, qua
     assert stored == sum(t.nbytes for t in model.state_dict().values()), "a tied table is stored once"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode, groupsize, head", [("int8", 32, "int8"), ("int4", 32, "int8"), ("int4", 128, "int4")])
-def test_the_default_model_equals_its_unpacked_weights(default_checkpoint, tmp_path, mode, groupsize, head):
-    """The greedy tokens are the same: 64 tokens after each of 32 prompts."""
-    quantize_checkpoint(default_checkpoint, tmp_path / "q", Quantization(mode, groupsize, head))
-    model, twin = load_model(tmp_path / "q", dtype=torch.float32), plain_twin(tmp_path / "q")
-    prompts = random_prompts([1 + 7 * i for i in range(32)], V=49152, seed=groupsize)
-    for start in (0, 8, 16, 24):
-        found = greedy(model, prompts[start : start + 8], 64)
-        with only_torch():
-            assert greedy(twin, prompts[start : start + 8], 64) == found
-
-
 @pytest.mark.slow
 def test_compiled_equals_eager(tiny, tmp_path):
     """Both formats in plain torch, as on a machine without kernels. (test_kernels_cpu.py compiles the kernels.)"""
@@ -218,26 +196,20 @@ def test_compiled_equals_eager(tiny, tmp_path):
         assert greedy(model, prompts, 20, decode=decode) == greedy(model, prompts, 20)
 
 
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"mode": "int3"}, "mode must be one of"),
+def test_an_invalid_quantization(tiny, tmp_path):
+    shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    for fields, why in (
+        ({"mode": "int3"}, "mode must be one of"), ({"head": None}, "head must be one of"), ({"bits": 4}, "bits"),
         ({"groupsize": 31}, "groupsize of mode .int4. must be one of"),
-        ({"groupsize": "32"}, "groupsize of mode .int4. must be one of"),
         ({"groupsize": 32.0}, "groupsize of mode .int4. must be one of"),
         ({"exceptions": {"blocks.0.mlp.down": "int2"}}, "blocks.0.mlp.down must be one of"),
         ({"exceptions": ["blocks.0.mlp.down"]}, "exceptions must name formats"),
-        ({"head": None}, "head must be one of"),
-        ({"bits": 4}, "bits"),
-    ],
-)
-def test_an_invalid_quantization(tiny, tmp_path, fields, why):
-    shutil.copytree(tiny("llama-mha")[2], tmp_path / "x")
-    config = json.loads((tmp_path / "x" / "config.json").read_text())
-    config["quantization"] = {"mode": "int4", "groupsize": 32, "head": "int8"} | fields
-    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=why):
-        load_model(tmp_path / "x")
+    ):  # fmt: skip
+        config["quantization"] = {"mode": "int4", "groupsize": 32, "head": "int8"} | fields
+        (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=why):
+            load_model(tmp_path / "x")
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4-gptq"])
@@ -299,13 +271,10 @@ def test_the_command(tiny, tmp_path, monkeypatch):
 
     done = run("--mode", "int4")
     assert done.stdout.strip() == str(tmp_path / "x-int4-g32") and done.returncode == 0
-    assert done.stderr == (
-        "not quantized: attention.out.bias, attention.qkv.bias, attention_norm.weight, mlp.down.bias, "
-        "mlp.gate_up.bias, mlp_norm.weight, norm.weight\n"
-        f"checkpoint written; to run it: python generate.py --checkpoint_path {tmp_path / 'x-int4-g32'}\n"
-    )
+    kept, written = done.stderr.splitlines()
+    assert kept.startswith("not quantized: attention.out.bias,") and kept.endswith(", mlp_norm.weight, norm.weight")
+    assert written.endswith(f"to run it: python generate.py --checkpoint_path {tmp_path / 'x-int4-g32'}")
     for why, *args in (
-        ("invalid choice: 'int5'", "--mode", "int5"),
         ("invalid choice: 48", "--mode", "int8", "--groupsize", "48"),
         ("64 is more than the", "--mode", "int8", "--groupsize", "64"),
         ("--calibration_file", "--mode", "int4-gptq", "--calibration_file", str(tmp_path / "none")),
@@ -322,8 +291,7 @@ def test_the_command(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param("int8", marks=pytest.mark.full), "int4"])
-def test_quantizing_and_loading_hold_little(tmp_path, mode):
+def test_quantizing_and_loading_hold_little(tmp_path):
     """For 240 MB of weights in 8 layers, quantizing needs a few times the largest tensor, and loading little more than
     the weights."""
     config = Config(8, 16, 4, 64, 1024, 2800, 16_000, 64)
@@ -342,18 +310,18 @@ def test_quantizing_and_loading_hold_little(tmp_path, mode):
         from load import load_model
         from quantize import quantize_checkpoint
         from report import peak_memory
-        source, mode, task = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+        source, task = Path(sys.argv[1]), sys.argv[2]
         empty_model(read_config(source))  # for which torch imports much more of itself
         before = peak_memory(torch.device("cpu"))
         if task == "quantize":
-            quantize_checkpoint(source, source.with_name("q"), Quantization(mode, 32, "int8"))
+            quantize_checkpoint(source, source.with_name("q"), Quantization("int4", 32, "int8"))
         else:
             has_kernels = load_kernels()  # without, weights are unpacked, unless plain PyTorch is asked for
             model = load_model(source.with_name("q"), kernels="auto" if has_kernels else "torch")
         print(peak_memory(torch.device("cpu")) - before)"""
     grown = {}
     for task in ("quantize", "load"):
-        command = [sys.executable, "-c", code, str(tmp_path / "big"), mode, task]
+        command = [sys.executable, "-c", code, str(tmp_path / "big"), task]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         grown[task] = int(done.stdout)
@@ -382,19 +350,12 @@ def test_gptq_changes_outputs_less_than_rounding_does(N, C, groupsize):
     assert error < 0.7 * before
 
 
-def test_gptq_of_independent_inputs_is_rounding():
-    w = torch.randn(20, 150, generator=torch.Generator().manual_seed(3))
-    ours, nearest = quantize.pack_gptq(w, torch.diag(torch.rand(150) + 0.1), 64), pack(w, "int4", 64)
-    assert all(torch.equal(ours[name], nearest[name]) for name in nearest)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "bloom-8"])
-def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
+def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch):
     """Calibrated on text that the model writes. The checkpoint is read like any int4 checkpoint, and on other text its
     outputs are nearer to the model's than those of rounding."""
     monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
-    source, logits = tiny(name)[2], {}
+    source, logits = tiny("bloom-8")[2], {}
     tokens, at = torch.tensor(random_prompts((200,) * 8, seed=5)), torch.arange(200).expand(8, 200)
     for mode in (None, "int4", "int4-gptq"):
         directory = source if mode is None else tmp_path / mode
@@ -408,7 +369,7 @@ def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     assert 0 < error < 0.95 * before
 
 
-@pytest.mark.parametrize("n", [1, 8, 32, 64, 96, 128, 1024])
+@pytest.mark.parametrize("n", [1, 32, 64, 128])
 def test_an_expert_with_few_inputs_does_not_fit_them_alone(n):
     """On other inputs, outputs change hardly more than by rounding, also with fewer inputs than columns."""
     generator = torch.Generator().manual_seed(n)
@@ -419,10 +380,8 @@ def test_an_expert_with_few_inputs_does_not_fit_them_alone(n):
     stack.load_state_dict({"weight": weight.clone()}, assign=True)
     packed = quantize.pack_expert(stack, 1, torch.randn(n, 128, generator=generator) @ mixing, 32)
     new = torch.randn(1000, 128, generator=generator) @ mixing
-    error, before = (
-        (new @ (unpacked(parts, 32, 128) - weight[96:]).T).square().mean()
-        for parts in (packed, pack(weight[96:], "int4", 32))
-    )
+    both = packed, pack(weight[96:], "int4", 32)
+    error, before = ((new @ (unpacked(parts, 32, 128) - weight[96:]).T).square().mean() for parts in both)
     assert error < (1.15 if n < 64 else 0.95) * before
     assert torch.equal(stack.weight[:96], weight[:96]) and torch.equal(stack.weight[96:], unpacked(packed, 32, 128))
 

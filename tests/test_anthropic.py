@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from conftest import ROOT
 from scripted import TEMPLATE, ScriptedEngine, app_settings, events_of, served_model
 from servers import CONTEXT, KEY
 from starlette.testclient import TestClient
@@ -21,6 +22,7 @@ def text_block(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
+REFUSED = json.loads((ROOT / "tests" / "data" / "messages.json").read_text())  # (fields, why)
 QUESTION = {"role": "user", "content": "Hello"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
@@ -77,15 +79,11 @@ def test_a_conversation_is_that_of_openais_chat(model):
             {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True}, text_block("And?"),
         ]},
     ]  # fmt: skip
-    body = {
-        "system": [text_block("Be"), text_block("brief.")],
-        "tools": [TOOL],
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
+    body = {"system": [text_block("Be"), text_block("brief.")], "tools": [TOOL], "messages": messages}
+    body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     described = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
     written = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
     calls = f"<tool_call>\n{written}\n</tool_call>" * 2
-    body["messages"] = messages
     prompt = parse_message(model, body).choices[0].request.prompt
     text = model.tokenizer.decode(prompt)
     lines = text.splitlines()
@@ -120,9 +118,7 @@ REFERENCE = {"type": "tool_reference", "tool_name": "weather"}
     [
         (document(PLAIN), "a\nb"),
         (document(PLAIN, title="T", context="Of 1900.", citations={"enabled": False}), "T\nOf 1900.\na\nb"),
-        (document(PLAIN, title=None, context=None, citations=None, cache_control={"type": "ephemeral"}), "a\nb"),
         (document(CONTENT), "c\nd"),
-        (document(CONTENT | {"content": "x"}, title="T"), "T\nx"),
         (FOUND, "T\nhttp://x\ne"),
     ],
 )
@@ -147,7 +143,6 @@ SYSTEM = {"role": "system", "content": "Be kind."}
         ("Be brief.", [QUESTION, SYSTEM], "[system] Be brief.\n[user] Hello\n[system] Be kind."),
         ([], [QUESTION, {"role": "system", "content": [text_block("a"), text_block("b")]}, QUESTION],
          "[user] Hello\n[system] a\nb\n[user] Hello"),
-        (None, [SYSTEM], "[system] Be kind."),
     ],
 )  # fmt: skip
 def test_system_messages_stand_where_they_are(model, system, messages, text):
@@ -169,7 +164,6 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=a5145;"
         ([text_block("a"), text_block(HEADER)], [], f"[system] a\n{HEADER}\n"),
         ([text_block(HEADER), text_block(HEADER)], [], f"[system] {HEADER}\n"),
         ([text_block(f"{HEADER}\nBe brief.")], [], f"[system] {HEADER}\nBe brief.\n"),
-        ("the x-anthropic-header", [], "[system] the x-anthropic-header\n"),
     ],
 )
 def test_a_header_line_of_an_agent_is_not_part_of_the_prompt(model, system, messages, text):
@@ -178,27 +172,21 @@ def test_a_header_line_of_an_agent_is_not_part_of_the_prompt(model, system, mess
 
 
 def test_fields_that_an_agent_sends(model):
-    """Those of the published types that do not change the answer, or not for a model here."""
+    """Also those of the published types that do not change the answer, or not for a model here."""
     fields = {
         "model": "", "stop_sequences": ["", *"abcdefgh"], "service_tier": "auto", "inference_geo": "eu",
         "cache_control": {"type": "ephemeral"}, "betas": ["a-1"], "metadata": {"user_id": "x"}, "container": None,
         "speed": "fast",
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "mcp_servers": [],
         "output_config": {"effort": "low", "format": None}, "thinking": {"type": "adaptive", "display": "omitted"},
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 10**6,
     }  # fmt: skip
     (choice,) = parse_message(model, {"messages": [QUESTION]} | fields).choices
+    params = choice.request.params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 7)
+    assert choice.request.max_new_tokens == CONTEXT - len(choice.request.prompt)
     assert choice.text_request.stop == tuple("abcdefgh") and choice.text_request.grammar is None
     assert chat_body({"messages": [QUESTION]} | fields)["reasoning_effort"] == "low"
-
-
-def test_sampling_parameters_and_limits(model):
-    body = {"messages": [QUESTION], "temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b"]}
-    (choice,) = parse_message(model, body | {"max_tokens": 5}).choices
-    request = choice.request
-    assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.5, 0.9, 7)
-    assert choice.text_request.stop == ("a", "b") and request.max_new_tokens == 5
-    (choice,) = parse_message(model, body | {"max_tokens": 10**6}).choices
-    assert choice.request.max_new_tokens == CONTEXT - len(request.prompt)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +226,6 @@ def test_a_schema_for_the_answer(model):
     assert older["response_format"] == body["response_format"]
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
 USE = {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}}
 
 
@@ -247,47 +233,7 @@ def user(*content) -> dict:
     return {"messages": [{"role": "user", "content": list(content)}]}
 
 
-def beside(block) -> dict:
-    return user(text_block("x"), block)
-
-
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"messages": None}, "messages is missing"), ({"messages": [{"role": "user"}]}, "messages[0].content is miss"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be one of 'system', 'user', 'assist"),
-        (beside(IMAGE), "messages[0].content[1].type must be one of 'text', 'document', 'search_result', 'tool_"),
-        (user(RESULT | {"content": [IMAGE]}), "messages[0].content[0].content[0].type must be one of 'text', 'doc"),
-        (user("x"), "messages[0].content[0] must be an object: 'x'"),
-        (user(RESULT | {"tool_use_id": 5}), "messages[0].content[0].tool_use_id must be a string"),
-        ({"messages": [{"role": "assistant", "content": [USE | {"id": "a", "input": "{}"}]}]},
-         "messages[0].content[0].input must be an object"),
-        ({"messages": [QUESTION, SYSTEM | {"content": [IMAGE]}]}, "messages[1].content[0].type must be 'text'"),
-        ({"messages": [SYSTEM | {"content": 5}]}, "messages[0].content must be a string or a list of blocks: 5"),
-        ({"system": 5}, "system must be a string or a list"), ({"system": [IMAGE]}, "system[0].type must be 'text'"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type must be 'custom': 'web_se"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "there is no tool 'g'"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
-        ({"thinking": {"type": "often"}}, "thinking.type must be"),
-        ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type must be 'json_schema'"),
-        ({"output_config": {"effort": 5}}, "effort must be a string"),
-        ({"output_format": {"type": "json"}}, "output_format.type must be 'json_schema'"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported"), ({"container": "c"}, "container is not supported"),
-        ({"thread": {"type": "create"}}, "thread is not supported"),
-        (beside(document({"type": "base64", "media_type": "application/pdf", "data": ""})),
-         "messages[0].content[1].source.type must be one of 'text', 'content': 'base64'"),
-        (beside(document("x")), "[1].source must be an object"),
-        (beside(document({"type": "text"})), "[1].source.data is missing"),
-        (beside(document(CONTENT | {"content": [IMAGE]})), ".source.content[0].type must be 'text': 'image'"),
-        (beside(document(PLAIN, citations={"enabled": True})), "[1].citations is not supported"),
-        (beside(FOUND | {"content": "x"}), "[1].content must be a list"),
-        (beside(REFERENCE), "[1].type must be one of 'text', 'document', 'search_result', 'tool_result': 'tool_ref"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"), ({"temperature": -1}, "temperature"),
-        ({"stop_sequences": ["x"] * 129}, "stop_sequences must be a string or must have at most 128 items"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, why", REFUSED)
 def test_requests_that_are_refused(client, fields, why):
     response = client.post("/v1/messages", json={"max_tokens": 5, "messages": [QUESTION]} | fields)
     error = response.json()
@@ -336,15 +282,12 @@ TEXT, THOUGHTS = {"type": "text", "text": "Hi."}, {"type": "thinking", "thinking
 @pytest.mark.parametrize(
     "text, last, content, stop_reason",
     [
-        ("Hi.", {}, [TEXT], "end_turn"),
-        ("Hi.", {"finish_reason": "length"}, [TEXT], "max_tokens"),
-        ("Hi.", {"stop_string": "!"}, [TEXT], "stop_sequence"),
-        ("", {}, [], "end_turn"),
-        ("<think>Hm.</think>\n\nHi.", {}, [THOUGHTS, TEXT], "end_turn"),
-        (CALL, {}, [USE], "tool_use"),
+        ("Hi.", {}, [TEXT], "end_turn"), ("Hi.", {"finish_reason": "length"}, [TEXT], "max_tokens"),
+        ("Hi.", {"stop_string": "!"}, [TEXT], "stop_sequence"), ("", {}, [], "end_turn"),
+        ("<think>Hm.</think>\n\nHi.", {}, [THOUGHTS, TEXT], "end_turn"), (CALL, {}, [USE], "tool_use"),
         (f"<think>Hm.</think>\nHi.{CALL}\n{CALL}", {}, [THOUGHTS, TEXT, USE, USE], "tool_use"),
     ],
-)
+)  # fmt: skip
 def test_messages(client, engine, text, last, content, stop_reason):
     """Whole, and streamed in one piece or letter by letter."""
     whole = ask(client, engine, [text], last, tools=[TOOL]).json()

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
+from conftest import ROOT
 from prometheus_client import generate_latest
 from scripted import served_model
 from servers import CONTEXT, MESSAGES
@@ -69,99 +70,29 @@ def say(content, **more):
     return {"messages": [{"role": "user", "content": content} | more]}
 
 
-IMAGE = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-TOOL = {"type": "function", "function": {"name": "f"}}
-BOTH = [  # (fields, the one that is refused)
-    ({"temperature": -0.1}, "temperature"), ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": -0.1}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"),
-    ({"min_p": 1.01}, "min_p"), ({"min_p": -1}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"frequency_penalty": 1e9}, "frequency_penalty"), ({"presence_penalty": [1]}, "presence_penalty"),
-    ({"seed": 2**63}, "seed"), ({"seed": 0.5}, "seed"), ({"max_tokens": -2}, "max_tokens"),
-    ({"max_completion_tokens": "1"}, "max_completion_tokens"), ({"n_predict": -2}, "n_predict"),
-    ({"max_tokens": 1.0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"stop": ["a"] * 129}, "stop"),
-    ({"stop": 5}, "stop"), ({"stop": [None]}, "stop[0]"), ({"stop": "x" * 1001}, "stop"),
-    ({"stop_token_ids": ["1"]}, "stop_token_ids[0]"), ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
-    ({"ignore_eos": 1}, "ignore_eos"), ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"), ({"model": 5}, "model"),
-    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"n": 9}, "n"), ({"n": 0}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"),
-    ({"n": 2, "best_of": 1}, "best_of"),
-    ({"logit_bias": [5]}, "logit_bias"), ({"logit_bias": [["a", 1]]}, "logit_bias"),
-    ({"logit_bias": [[700, 1]]}, "logit_bias"), ({"logit_bias": {"5": 101}}, "logit_bias.5"),
-    ({"logit_bias": {"5": True}}, "logit_bias.5"), ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
-    ({"logit_bias": {"700": 1}}, "logit_bias"), ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
-    ({"tools": [TOOL]}, "tools"), ({"tool_choice": "required"}, "tool_choice"), ({"min_tokens": 3}, "min_tokens"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"add_generation_prompt": False}, "add_generation_prompt"),
+REFUSED = json.loads((ROOT / "tests" / "data" / "refused_fields.json").read_text())  # (fields, the one that is refused)
+BOTH = REFUSED["BOTH"] + [
+    ({"stop": ["a"] * 129}, "stop"),
+    ({"stop": "x" * 1001}, "stop"),
+    ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
 ]  # fmt: skip
 DEEP = json.loads('{"not":' * 400 + "{}" + "}" * 400)
-SCHEMAS = [  # fields about the form of an answer
-    ({"response_format": "json"}, "response_format"), ({"response_format": {}}, "response_format.type"),
+SCHEMAS = REFUSED["SCHEMAS"] + [
     *(({"response_format": {"type": kind}}, "response_format.type") for kind in ("xml", "regex", "grammar", ["text"])),
-    ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema"),
-    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format"),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
-    ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
-    ({"json_schema": {"name": "a", "schema": {}}}, "json_schema"), ({"json_schema": [1]}, "json_schema"),
-    ({"json_schema": "{"}, "json_schema"), ({"format": "xml"}, "format"), ({"regex": "(a"}, "regex"),
-    ({"json_schema": {}, "regex": "a"}, "regex"), ({"guided_json": {}, "format": "json"}, "format"),
-    ({"ebnf": "root ::= 'a'"}, "ebnf"), ({"grammar": "root ::= 'a'"}, "grammar"),
-    ({"grammar": {"type": "json", "value": {}}}, "grammar"), ({"structural_tag": {}}, "structural_tag"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format.json_schema.schema"),
     *(({"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}},
        "response_format")
       for schema in ({"type": "x"}, DEEP, False, {"$ref": "http://127.0.0.1/x"}, {"enum": ["x" * 300_000]})),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
-     "response_format.json_schema.strict"),
-    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
-    ({"structured_outputs": {"choice": ["a"]}, "guided_json": {}}, "guided_json"),
-    ({"guided_json": 5}, "guided_json"), ({"guided_json": "[" * 100_000}, "guided_json"),
-    ({"guided_regex": ""}, "guided_regex"), ({"guided_regex": "\ud800"}, "guided_regex"),
-    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
-    ({"guided_choice": ["\ud800"]}, "guided_choice[0]"), ({"guided_grammar": "start: x"}, "guided_grammar"),
+    ({"guided_json": "[" * 100_000}, "guided_json"),
 ]  # fmt: skip
-COMPLETIONS = [
-    ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"logprobs": True}, "logprobs"),
-    ({"echo": "no"}, "echo"), ({"suffix": "x"}, "suffix"), ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"),
-    ({"prompt": [700]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [2**70]}, "prompt"),
-    ({"prompt": [1.5]}, "prompt[0]"), ({"prompt": [True]}, "prompt[0]"), ({"prompt": ["a", 5]}, "prompt[0]"),
-    ({"prompt": [[5], "a", [None]]}, "prompt[2][0]"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "prompt"), ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
-    ({"prompt": "a\ud800"}, "prompt"), ({"prompt": [[5]] * 129}, "prompt"), ({"prompt": [[5]] * 65, "n": 2}, "n"),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+COMPLETIONS = REFUSED["COMPLETIONS"] + [
+    ({"prompt": [5] * CONTEXT, "max_tokens": 1}, "prompt"),
+    ({"prompt": [5] * (CONTEXT + 1)}, "prompt"),
+    ({"prompt": [[5]] * 129}, "prompt"),
+    ({"prompt": [[5]] * 65, "n": 2}, "n"),
 ]  # fmt: skip
-CHATS = [
-    ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"),
-    ({"messages": ["hello"]}, "messages[0]"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[2].tool_call_id"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
-    (say(None), "messages[0].content"), (say(5), "messages[0].content"), (say(IMAGE), "messages[0].content[1].type"),
-    (say(["x"]), "messages[0].content[0]"), (say([{"type": "text"}]), "messages[0].content[0].text"),
-    (say("\ud800"), "messages"),
-    (say("x", tool_calls=[TOOL]), "messages[0].tool_calls"), (say("x " * CONTEXT), "messages"),
-    ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
-    (say("x", role="tool", tool_call_id="a"), "messages[0].role"),
-    (say("x", role="function", name="f"), "messages[0].role"), (say("x", name=5), "messages[0].name"),
-    (say("x", audio={"id": "a"}), "messages[0].audio"), (say("x", images=["data"]), "messages[0].images"),
-    (say([{"type": "text", "text": "x"}, {"type": "refusal"}]), "messages[0].content[1].text"),
-    (say(None, role="system"), "messages[0].content"), (say(5, role="assistant"), "messages[0].content"),
-    (say([{"type": "thinking", "thinking": "x"}]), "messages[0].content[0].type"),
-    (say([{"type": "thinking", "thinking": 5}], role="assistant"), "messages[0].content[0].thinking"),
-    (say("x", role="assistant", thinking={"type": "enabled"}), "messages[0].thinking"),
-    ({"reasoning_effort": 5}, "reasoning_effort"), ({"enable_thinking": "no"}, "enable_thinking"),
-    (say("x", role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
-    (say("x", role="assistant", reasoning_content=False), "messages[0].reasoning_content"),
-    (say("x", role="assistant", tool_calls={}), "messages[0].tool_calls"),
-    (say("x", role="assistant", continue_final_message=True, function_call={"a": 1}), "messages[0].function_call.name"),
-    ({"continue_final_message": True}, "continue_final_message"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-    (say("x", role="assistant") | {"continue_final_message": True, "add_generation_prompt": True},
-     "add_generation_prompt"),
+CHATS = REFUSED["CHATS"] + [
+    (say("x " * CONTEXT), "messages"),
 ]  # fmt: skip
 
 
@@ -240,6 +171,7 @@ def test_fields_under_the_names_of_other_servers(model):
         ({"repeat_penalty": 1.5, "repeat_last_n": -1}, "repetition_penalty", 1.5),
         ({"repeat_penalty": 1.0, "repeat_last_n": 64}, "repetition_penalty", 1),
         ({"logit_bias": [[7, -100], [5, 1.5]]}, "logit_bias", ((5, 1.5), (7, -100))),
+        ({"logit_bias": {"7": -100, "5": 1.5, "07": 2}}, "logit_bias", ((5, 1.5), (7, 2))),
     ):
         assert [getattr(one.request.params, name) for one in both(**fields)] == [expected] * 2
     for stop, expected in (
@@ -259,13 +191,10 @@ def test_fields_under_the_names_of_other_servers(model):
         assert caught.value.param == "repeat_last_n"
 
 
-def test_the_context_bounds_each_prompt_without_a_limit(model):
+def test_the_context_bounds_each_prompt(model):
     completion = model.parse_completion({"prompt": [[5] * 100, [6], [7] * CONTEXT], "max_tokens": -1})
     lengths = [choice.request.max_new_tokens for choice in completion.choices]
     assert lengths == [CONTEXT - 100, CONTEXT - 1, 0]
-
-
-def test_a_context_that_is_exactly_full(model):
     fits = model.parse_completion({"prompt": [5] * 1000, "max_tokens": CONTEXT - 1000})
     assert engine_request(fits).max_new_tokens == CONTEXT - 1000
     model.parse_completion({"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 0})
@@ -290,9 +219,7 @@ def test_ids_that_are_refused_by_their_own_parameter(model):
     for answer, body, param, why in (
         (model.parse_completion, {"prompt": "a", "stop_token_ids": ["1"]}, "stop_token_ids[0]", "an integer: '1'"),
         (model.parse_completion, {"prompt": {}}, "prompt", "prompt must be a string or a list: {}"),
-        (model.detokenize, {}, "tokens", "tokens is missing"),
         (model.detokenize, {"tokens": ["a"]}, "tokens[0]", "tokens[0] must be an integer: 'a'"),
-        (model.detokenize, {"tokens": [5, 700]}, "tokens", "token id 700 is outside the vocabulary of 700 (0 to 699)"),
         (model.detokenize, {"tokens": [-1]}, "tokens", "token id -1 is outside the vocabulary of 700 (0 to 699)"),
     ):
         with pytest.raises(ApiError) as caught:
@@ -324,11 +251,6 @@ def test_several_answers(model):
         model.parse_completion({"prompt": "a", "n": 9})
 
 
-def test_logit_bias(model):
-    body = {"prompt": "a", "logit_bias": {"7": -100, "5": 1.5, "07": 2}}
-    assert engine_request(model.parse_completion(body)).params.logit_bias == ((5, 1.5), (7, 2))
-
-
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
 
@@ -347,20 +269,15 @@ def named(schema, **more):
         ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
         ({"structured_outputs": {"regex": "a/b+[^/]"}}, ["a/bbc"], ["a/b/"]),
         ({"structured_outputs": {"choice": ["yes", 'n"o']}}, ["yes", 'n"o'], ["no", "y"]),
-        ({"guided_json": POINT}, ['{"x": 1}'], ["{}"]),
-        ({"guided_regex": "(?i)ab"}, ["Ab"], ["b"]),
-        ({"guided_choice": ["a\nb"]}, ["a\nb"], ["a"]),
+        ({"guided_json": POINT}, ['{"x": 1}'], ["{}"]), ({"guided_regex": "(?i)ab"}, ["Ab"], ["b"]),
+        ({"guided_choice": ["a\nb"]}, ["a\nb"], ["a"]), ({"json_schema": POINT}, ['{"x": 1}'], ["{}"]),
         ({"response_format": {"type": "json_object", "schema": POINT}}, ['{"x": 1}'], ["{}"]),
         ({"response_format": {"type": "json_object", "schema": {}}}, ["{}"], ["[]"]),
-        ({"response_format": {"type": "json_object", "schema": None}}, ["{}"], ["[]"]),
-        ({"json_schema": POINT}, ['{"x": 1}'], ["{}"]),
-        ({"json_schema": json.dumps(POINT)}, ['{"x": 1}'], ["{}"]),
-        ({"json_schema": {}}, ["{}"], ["[]"]),
-        ({"format": "json"}, ["{}"], ["[]"]),
+        ({"json_schema": {}}, ["{}"], ["[]"]), ({"format": "json"}, ["{}"], ["[]"]),
         ({"format": POINT, "json_schema": None}, ['{"x": 1}'], ["{}"]),
         ({"regex": "a+b", "format": "", "grammar": "", "ebnf": ""}, ["aab"], ["b"]),
     ],
-)
+)  # fmt: skip
 def test_the_form_of_an_answer(model, fields, fits, others):
     sources = {model.parse_completion({"prompt": "a"} | fields).choices[0].text_request.grammar}
     chat = model.parse_chat({"messages": MESSAGES, "n": 2} | fields)
@@ -376,18 +293,7 @@ def test_the_form_of_an_answer(model, fields, fits, others):
 # ---------------------------------------------------------------- messages
 
 # Writes everything that it gets of a message.
-TEMPLATE = """
-{%- if reasoning_effort is defined %}effort {{ reasoning_effort }}{{ '\\n' }}{% endif %}
-{%- if enable_thinking is defined %}thinking {{ enable_thinking }}{{ '\\n' }}{% endif %}
-{%- for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}
-{%- for m in messages %}[{{ m.role }}{{ ' ' + m.name if m.name }}] {{ '(' + m.THOUGHTS + ')' if m.THOUGHTS }}
-    {{- m.content }}{{ m.functions }}
-    {%- for c in m.tool_calls or [] %}<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>
-    {%- endfor %}{{ '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}[assistant]{{ ' ' }}{% endif %}"""
+TEMPLATE = (ROOT / "tests" / "data" / "shown.jinja").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -409,22 +315,17 @@ HI, AGAIN = {"role": "user", "content": "Hi"}, {"role": "user", "content": "agai
 @pytest.mark.parametrize(
     "message, text",
     [
-        ({"content": None}, ""),
-        ({}, ""),
-        ({"content": []}, ""),
-        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
-        ({"content": None, "refusal": "No."}, "No."),
-        ({"content": "Well. ", "refusal": "No."}, "Well. No."),
+        ({"content": None}, ""), ({}, ""), ({"content": "Well. ", "refusal": "No."}, "Well. No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."), ({"content": None, "refusal": "No."}, "No."),
         ({"content": "x", "refusal": None, "audio": None, "function_call": None, "tool_calls": None}, "x"),
         ({"content": [{"type": "output_text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}, "xy"),
         ({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "x"}]}, "(Hm.)x"),
         ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}]}, "(Hm.)"),
         ({"content": "x", "reasoning": "", "reasoning_content": "Hm."}, "(Hm.)x"),
         ({"content": "x", "reasoning": [{"type": "text", "text": "Hm."}]}, "(Hm.)x"),
-        ({"content": "x", "reasoning": "Hm.", "reasoning_content": None}, "(Hm.)x"),
         ({"content": "x", "functions": "f()"}, "xf()"),
     ],
-)
+)  # fmt: skip
 def test_what_an_assistants_message_may_have(shown, message, text):
     prompt = shown([HI, {"role": "assistant"} | message, AGAIN])
     assert prompt == f"[user] Hi\n[assistant] {text}\n[user] again\n[assistant] "
@@ -450,21 +351,11 @@ def test_names_of_messages(shown):
     ]
     text = f"[system boss] Be brief.\n[user Ann] Hi\n[assistant Bob] {written}\n[tool f] \n[tool g] 1\n[assistant] "
     assert shown(messages) == text
-    older = [
-        HI,
-        {"role": "assistant", "content": None, "function_call": call["function"]},
-        {"role": "function", "name": "f", "content": "1"},
-    ]
-    assert shown(older) == f"[user] Hi\n[assistant] {written}\n[tool f] 1\n[assistant] "
-    for message, param in (
-        ({"role": "function", "content": "1"}, "messages[0].name"),
-        ({"role": "assistant", "function_call": {"name": 5}}, "messages[0].function_call.name"),
-        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call"),
-        ({"role": "user", "content": "x", "function_call": call}, "messages[0].function_call"),
-    ):
-        with pytest.raises(ApiError) as caught:
-            shown([message])
-        assert caught.value.param == param
+    older = {"role": "assistant", "content": None, "function_call": call["function"]}
+    assert (
+        shown([HI, older, {"role": "function", "name": "f", "content": "1"}])
+        == f"[user] Hi\n[assistant] {written}\n[tool f] 1\n[assistant] "
+    )
 
 
 def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown, model, capsys, monkeypatch):
@@ -616,13 +507,6 @@ def test_a_conversation_that_ends_with_an_answer_is_continued(model):
     body = {"messages": messages, "add_generation_prompt": False}
     assert model.parse_chat(body).choices[0].text_request.continues_prompt
     assert not model.parse_chat({"messages": MESSAGES}).choices[0].text_request.continues_prompt
-
-
-def test_end_tokens(model):
-    assert engine_request(model.parse_completion({"prompt": "a"})).stop_ids == {1}
-    more = {"prompt": "a", "stop_token_ids": [5, 7]}
-    assert engine_request(model.parse_completion(more)).stop_ids == {1, 5, 7}
-    assert engine_request(model.parse_completion(more | {"ignore_eos": True})).stop_ids == {5, 7}
 
 
 def test_what_json_cannot_hold(model):

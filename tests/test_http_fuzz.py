@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import FIXTURES, LONG, OPTIONS, PATIENCE_S, Server, log_lines, prompt_ids, running, wait_for
@@ -161,50 +162,8 @@ def check_answer(status: int, answer: bytes):
 
 # ---------------------------------------------------------------- bodies
 
-SAMPLED = {"temperature": "0.5", "top_p": "0.9", "top_k": "5", "min_p": "0.1", "seed": "3", "stop": '["x"]'}
-SAMPLED |= {"repetition_penalty": "1.1", "frequency_penalty": "0.1", "presence_penalty": "0.1", "stream": "true"}
-COMMON = SAMPLED | {"model": '"tiny"', "max_tokens": "2", "max_completion_tokens": "2", "stop_token_ids": "[7]"}
-COMMON |= {"ignore_eos": "true", "stream_options": '{"include_usage": true, "continuous_usage_stats": true}'}
-COMMON |= {"n_predict": "2", "repeat_penalty": "1.1", "repeat_last_n": "-1", "logit_bias": "[[7, 1.5]]"}
-COMMON |= {"response_format": '{"type": "json_object", "schema": {}}', "json_schema": "{}", "format": '"json"'}
-COMMON |= {"regex": '"a+"'}
-CHAT = COMMON | {"messages": '[{"role": "user", "content": "Why?"}]', "logprobs": "true", "top_logprobs": "2"}
-CHAT |= {"reasoning_effort": '"low"', "enable_thinking": "true", "tool_choice": '{"type": "allowed_tools"}'}
-CHAT |= {"thinking_budget": "1"}
-BLOCK = '{"type": "document", "title": "T", "source": {"type": "text", "data": "x"}}'
-FIELDS = {  # of each path that reads a body: its fields, as JSON
-    "/v1/completions": COMMON | {"prompt": '"once"', "logprobs": "2", "echo": "true"},
-    "/v1/chat/completions": CHAT,
-    "/v1/messages": {
-        "messages": f'[{{"role": "system", "content": "x"}}, {{"role": "user", "content": [{BLOCK}]}}]',
-        "max_tokens": "2",
-        "model": '""',
-        "system": '"x-anthropic-a: 1"',
-        "stop_sequences": '["a", ""]',
-        "temperature": "0.5",
-        "stream": "true",
-        "thinking": '{"type": "enabled", "budget_tokens": 1}',
-        "output_config": '{"effort": "low"}',
-        "output_format": '{"type": "json_schema", "schema": {}}',
-        "container": "null",
-        "tool_choice": '{"type": "auto"}',
-    },
-    "/v1/responses": SAMPLED
-    | {
-        "input": '[{"role": "user", "content": "Why?"}, {"type": "reasoning", "content": [{"text": "x"}]}]',
-        "max_output_tokens": "2",
-        "instructions": '"x"',
-        "previous_response_id": "null",
-        "metadata": '{"a": "b"}',
-        "include": "[]",
-        "reasoning": '{"effort": "low"}',
-        "text": '{"format": {"type": "json_schema", "name": "a", "schema": {}}}',
-        "tools": '[{"type": "x", "optional": true}]',
-        "tool_choice": '{"type": "allowed_tools", "tools": []}',
-    },
-    "/tokenize": {"prompt": '"once"', "add_special_tokens": "true", "return_token_strs": "true", "model": '"tiny"'},
-    "/detokenize": {"tokens": "[5, 6]", "model": '"tiny"'},
-}
+# Of each path that reads a body: its fields, as JSON
+FIELDS = json.loads((ROOT / "tests" / "data" / "fields.json").read_text())
 NEEDED = {"prompt", "messages", "input", "tokens", "max_tokens", "max_output_tokens"}
 
 STRANGE = ["null", "true", "false", "0", "-0", "-1", "0.0", "-0.5", "1e999", "-1e999", "1e-999", "NaN", "-Infinity"]
@@ -252,20 +211,12 @@ def bodies(draw) -> tuple[str, bytes]:
     return path, draw(st.sampled_from([body, body, body, body, body[: len(body) // 2], b"\xef\xbb\xbf" + body]))
 
 
-def runs(n: int) -> list:
-    """The number of examples: some, and many in the full tests."""
-    return [pytest.param(n, marks=pytest.mark.slow), pytest.param(70 * n, marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize("examples", runs(80))
-def test_strange_bodies(server, examples):
-    @settings(max_examples=examples, deadline=None, suppress_health_check=FIXTURES)
-    @given(sent=bodies())
-    def run(sent):
-        path, body = sent
-        check_answer(*server.request("POST", path, body))
-
-    run()
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
+@given(sent=bodies())
+def test_strange_bodies(server, sent):
+    path, body = sent
+    check_answer(*server.request("POST", path, body))
 
 
 @pytest.mark.slow
@@ -313,12 +264,10 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     ([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"], [404, 400]),  # how HTTP/2 begins
     ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 200], [400]),  # and TLS
     ([b"\0" * 5000], [400]), ([b"\r\n\r\n" + HEALTH], [400]), ([b"G\xffT / HTTP/1.1\r\n" + HOST + b"\r\n"], [400]),
-    ([b"GET /\xe2\x82\xac HTTP/1.1\r\n" + HOST + b"\r\n"], [400]),
     ([b"GET /health HTTP/1.1\r\nX: a\0b\r\n" + HOST + b"\r\n"], [400]),
     ([b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n", LAST], [404, 200]),
     ([request(head=b"Connection: Upgrade\r\nUpgrade: websocket\r\n"), LAST], [200, 200]),
     ([request(head=b"Expect: 100-continue\r\n", body=b"", length=b"%d" % len(BODY)), BODY, LAST], [100, 200, 200]),
-    ([request(head=b"Expect: 100-continue\r\n", path=b"/nowhere"), LAST], [404, 200]),
     ([chunked(chunks(BODY, 1)), LAST], [200, 200]),
     ([chunked(chunks(BODY, 7)[:-2] + b"X: y\r\n\r\n"), LAST], [200, 200]),
     ([chunked(b"zz\r\n")], [400]), ([chunked(b"5\r\nabcdefgh\r\n0\r\n\r\n")], [400]), ([chunked(b"-1\r\n")], [400]),
@@ -336,7 +285,6 @@ CASES = [  # (what is sent, the statuses of the answers before the connection is
     # Absolute targets, whose host replaces Host (so that it is checked)
     ([request(path=b"http://localhost:80/v1/completions"), LAST], [200, 200]),
     ([absolute(b"HTTP://[::1]:5/v1/models?a=b/c") + LAST], [200, 200]),
-    ([absolute(b"https://127.0.0.1?a=b") + absolute(b"http://localhost/nowhere") + LAST], [200, 404, 200]),
     ([absolute(b"http://evil.example/v1/models") + LAST], [403, 200]),
     ([absolute(b"http://localhost/version", b"Host: evil.example\r\n") + LAST], [200, 200]),
     ([absolute(b"http://localhost/version", b"")], [400]),
@@ -435,17 +383,14 @@ def conversations(draw) -> tuple[list[bytes], str]:
     return [piece for piece in pieces if piece], draw(st.sampled_from(["read", "half", "close", "reset"]))
 
 
-@pytest.mark.parametrize("examples", runs(60))
-def test_strange_conversations(server, examples):
-    @settings(max_examples=examples, deadline=None, suppress_health_check=FIXTURES)
-    @given(conversation=conversations())
-    def run(conversation):
-        pieces, how = conversation
-        answer = talk(server, *pieces, how=how, seconds=0.1)
-        assert all(status < 500 or status == 501 for status in statuses(answer)), answer
-        assert b"server_error" not in answer
-
-    run()
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@given(conversation=conversations())
+def test_strange_conversations(server, conversation):
+    pieces, how = conversation
+    answer = talk(server, *pieces, how=how, seconds=0.1)
+    assert all(status < 500 or status == 501 for status in statuses(answer)), answer
+    assert b"server_error" not in answer
 
 
 # ---------------------------------------------------------------- others do not wait
@@ -489,18 +434,6 @@ def test_a_client_that_has_sent_its_next_request_frees_its_row(server):
     read = server.metric("tokens_written_total")
     wait_for(server.idle, "all rows to be free")
     assert server.metric("tokens_written_total") < read + 8 * (LENGTH - 3), "its requests went on"
-
-
-@pytest.mark.slow
-def test_a_thousand_open_connections(server):
-    with closing(socket.create_connection(("127.0.0.1", server.port))) as first:
-        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1000)]
-        for client in others[:500]:
-            client.sendall(HEALTH[:20])
-        first.sendall(request() + LAST)
-        assert statuses(first.makefile("rb").read()) == [200, 200]
-        for client in others:
-            client.close()
 
 
 @pytest.mark.slow

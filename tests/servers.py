@@ -44,9 +44,7 @@ class Server:
         self.log = log
         command = [*launcher, str(ROOT / "serve.py"), "--port", "0", *map(str, arguments)]
         with log.open("w") as file:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            self.process = subprocess.Popen(command, **streams)
-
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         try:
             self.port = int(wait_for(self._address, "a server to start", 300).group(1))
         except BaseException:
@@ -158,10 +156,7 @@ class Oracle:
 
 
 def take_tokens(running: RunningRequest, tokens: list[int], n: int, reason: str) -> Update:
-    """Add the next n of the tokens to a request, as a step of the engine does, and return its update.
-
-    reason: the finish reason if the last of all tokens has been added.
-    """
+    """Add the next n of the tokens to a request, as an engine's step does. reason: the finish reason after the last."""
     request = running.request
     for token in tokens[len(request.new_tokens) :][:n]:
         request.new_tokens.append(token)
@@ -179,10 +174,7 @@ class RawClient:
     """A client that can close or reset its connection at any time."""
 
     def __init__(self, server: Server, body: dict, buffer: int = 0):
-        """Send a request. buffer: bytes that the system receives for a client that does not read.
-
-        With 0 the system chooses.
-        """
+        """Send a request. buffer: bytes that the system receives for a client that does not read (0: it chooses)."""
         self.socket = socket.socket()
         self.socket.settimeout(PATIENCE_S)
         if buffer:

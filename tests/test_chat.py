@@ -385,13 +385,15 @@ def test_a_conversation_is_saved_and_goes_on(tiny_model, tmp_path, monkeypatch, 
     (None, "cannot be read"), (b"\xff\xfe[]", "cannot be read"), ("[" * 100_000, "is not a conversation"),
     ('{"messages": [3]}', "it has no list of messages"), ('[{"role": "user", "content": "a"}]', "must take turns"),
     ('[{"role": "user", "content": [3]}, {"role": "assistant", "content": "a"}]', "must take turns"),
-    ('{"system": 3, "messages": []}', "must take turns"),
+    ('{"system": 3, "messages": []}', "must take turns"), ('{"system": false, "messages": []}', "must take turns"),
+    ('""', "it has no list of messages"), ('{"messages": {}}', "it has no list of messages"),
     ('[{"role": "user", "content": "refuse this"}, {"role": "assistant", "content": ""}]', "refuses this"),
     (bytes(chat.LARGEST_CONVERSATION + 1), "is not a conversation file"),
 ])  # fmt: skip
 def test_files_that_are_no_conversations(tiny_model, tmp_path, monkeypatch, capsys, content, why):
     """They are refused in one line, whether they are read or written, and are left as they are."""
     session, file = letters_session(tiny_model("llama-mha"), max_new_tokens=3), tmp_path / "x.json"
+    capsys.readouterr()  # the library that has written the model prints its progress
     session.messages = before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -1,14 +1,21 @@
 """Reads models from files: Checkpoint stands for a model in files of any kind.
 
 Read down: Checkpoint; `read_weights`, the loop that fills a model with its weights; how a
-checkpoint directory (config.json, and model.safetensors in shards above 5 GB) is read; memory. The
-files of sources/ read GGUF files and Hugging Face directories, and writer.py writes checkpoint
-directories.
+checkpoint directory (config.json, and model.safetensors in shards above 5 GB) is read, and written so
+that no crash leaves half of one: a directory is complete, or it does not exist. The files of sources/
+read GGUF files and Hugging Face directories.
 """
 
+import dataclasses
+import errno
+import json
 import math
 import os
 import re
+import secrets
+import shlex
+import shutil
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,13 +28,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cli import UserError, and_more, check_is_file, progress_bar, read_json
+from backend import Installer
+from cli import UserError, and_more, check_is_file, print_status, progress_bar, read_json
 from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import Quantization, swap
-from kernels import Installer
 from model import WHOLE_MODEL, Transformer
 from sampling import RECOMMENDED
-from tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
+from text.tokenizer import TEMPLATE, TOOL_TEMPLATE, Tokenizer, TokenizerFiles, read_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -40,7 +47,7 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
-# The names of tensors that are float32 in a model of any dtype end so (recurrent.py, experts.py).
+# The names of tensors that are float32 in a model of any dtype end so (mixers/recurrent.py, mixers/experts.py).
 FLOAT32_TENSORS = (
     ".conv.weight",
     ".conv.bias",
@@ -263,8 +270,11 @@ def read_config(directory: Path) -> Config:
 
 
 def can_draft() -> bool:
-    """Whether mtp.py is there. If it was deleted, models are read without the layer that drafts tokens."""
-    return find_spec("mtp") is not None
+    """Whether mixers/mtp.py is there. If it was deleted, models are read without the layer that drafts tokens."""
+    try:
+        return find_spec("mixers.mtp") is not None
+    except ModuleNotFoundError:  # all of mixers/ was deleted
+        return False
 
 
 def read_quantization(directory: Path) -> Quantization | None:
@@ -398,61 +408,206 @@ def check_shapes(path: Path, found: dict[str, tuple], expected: dict[str, tuple]
         raise UserError(f"{path} lacks tensor {and_more(missing)}")
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- writing a checkpoint directory
+
+SHARD_BYTES = 5_000_000_000
+ABANDONED_S = 3600.0  # a writer whose files have not changed for this long is assumed dead
 
 
-def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
-    """The bytes of all weights, if those that are not quantized have this dtype."""
-    total = 0
-    for name, tensor in empty_model(config, quantization).state_dict().items():
-        total += tensor.numel() * dtype_of(name, tensor, config, dtype).itemsize
-    return total
+class ShardFile:
+    """A safetensors file to which tensors are written one by one.
 
-
-def available_memory(device) -> int:
-    """The bytes that can still be allocated on a device, without swap.
-
-    On Linux, the limit of the cgroup is respected.
+    The header is at the beginning of the file and is written last, so space is reserved for it.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
 
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    HEADER_BYTES = 1 << 18  # the format allows spaces after the header
+    MAX_TENSORS = 1000  # each takes less than 200 bytes of the header
 
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return free
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # The page cache counts as used, but is freed when memory is needed.
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        return min(free, int(limit) - used + cached)
-    except (OSError, ValueError, KeyError):
-        return free
+    def __init__(self, path: Path):
+        self.file = open(path, "wb")  # noqa: SIM115
+        self.size = 0  # the bytes of all tensors so far
+        self.header: dict[str, dict] = {}
+        self.file.write(b" " * (8 + self.HEADER_BYTES))
+
+    def has_room_for(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor may be added. (The first tensor of a file always may.)"""
+        return len(self.header) < self.MAX_TENSORS and self.size + tensor.nbytes <= SHARD_BYTES
+
+    def add(self, name: str, tensor: torch.Tensor):
+        start = self.size
+        self.size += tensor.nbytes
+        self.header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, self.size],
+        }
+        self.file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+    def close(self):
+        # transformers requires the metadata.
+        header = json.dumps({"__metadata__": {"format": "pt"}} | self.header).encode()
+        assert len(header) <= self.HEADER_BYTES
+        self.file.seek(0)
+        self.file.write(self.HEADER_BYTES.to_bytes(8, "little") + header)
+        self.file.close()
 
 
-def check_memory(config: Config, device, dtype: torch.dtype, caches: int, quantization=None, portion=1.0):
-    """UserError, with the bytes needed and free, if a model and its caches do not fit on device.
+class Writer:
+    """Writes a checkpoint directory that is complete or does not exist: use it in a with statement.
 
-    caches: the bytes of the caches of the whole model (model.state_bytes).
-    portion: the fraction of a split model that is on this device.
+    Everything goes into a directory beside the target (`self.path`), which is renamed to the target
+    at the end of the block. An exception, Ctrl-C or SIGTERM removes it. Tensors are written one by
+    one, and none is kept in memory.
     """
-    weights = total_weight_bytes(config, dtype, quantization) * portion
-    caches = caches * portion
-    free = available_memory(device)
-    if weights + caches > free:
-        need = f"{(weights + caches) / 1e9:.2f} GB on {device}"
-        parts = f"{weights / 1e9:.2f} weights, {caches / 1e9:.2f} KV cache"
-        raise UserError(
-            f"the model needs {need} ({parts}), but {free / 1e9:.2f} GB are free; "
-            "take a smaller model, dtype, batch or --max_seq_length"
-        )
+
+    def __init__(self, target: Path, expected_bytes: int = 0):
+        """expected_bytes: the size of all tensors. If the disk has less free space, nothing is written."""
+        self.target = Path(target).resolve()  # turns `.` into a name and follows links
+        self.expected_bytes = expected_bytes
+        # Processes on other machines and in other containers may write beside us, so that a process
+        # id would not be unique.
+        token = secrets.token_hex(8)
+        self.path = self.target.parent / f".{self.target.name}.{token}.tmp"
+        # The place of the previous checkpoint while it is being replaced.
+        self.old = self.target.parent / f".{self.target.name}.old.{token}.tmp"
+        self.shards: list[ShardFile] = []  # only the last one is open
+
+    def __enter__(self):
+        check_target(self.target)
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self.target)
+            free = shutil.disk_usage(self.target.parent).free
+            if free < self.expected_bytes:
+                need = f"{self.expected_bytes / 1e9:.2f} GB"
+                has = f"{self.target.parent} has {free / 1e9:.2f} GB free"
+                raise UserError(f"{has}, but the checkpoint needs {need}")
+            self.path.mkdir()
+        except OSError as error:
+            raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
+        except (KeyboardInterrupt, SystemExit):  # before the with block, which would remove the directory
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor):
+        """Write one tensor, into a new shard if the last one has no room for it."""
+        if not self.shards or not self.shards[-1].has_room_for(tensor):
+            if self.shards:
+                self.shards[-1].close()
+            self.shards.append(ShardFile(self.path / f"shard-{len(self.shards) + 1}"))
+        self.shards[-1].add(name, tensor)
+
+    def add_json(self, name: str, value: dict):
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        (self.path / name).write_text(text + "\n", encoding="utf-8")
+
+    def add_config(self, config: Config, quantization=None, recommended: dict | None = None):
+        """recommended: as in Checkpoint."""
+        if recommended:
+            self.add_json(GENERATION, recommended)
+        fields = None if quantization is None else dataclasses.asdict(quantization)
+        self.add_json("config.json", dataclasses.asdict(config) | {"quantization": fields})
+
+    def add_tokenizer(self, files: TokenizerFiles):
+        if files.json is not None:
+            (self.path / "tokenizer.json").write_bytes(files.json)
+        elif files.library is not None:
+            text = files.library.to_str(pretty=True)
+            (self.path / "tokenizer.json").write_bytes(text.encode())
+        if files.model is not None:
+            (self.path / "tokenizer.model").write_bytes(files.model)
+        templates = {TEMPLATE: files.template, TOOL_TEMPLATE: files.tool_template}
+        for name, template in templates.items():
+            if template is not None:
+                (self.path / name).write_text(template, encoding="utf-8")
+        if files.settings is not None:
+            self.add_json("tokenizer_config.json", files.settings)
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if error is not None:
+                raise error
+            self._finish_shards()
+            self._move_to_target()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            why = f"{error.strerror}; nothing was left behind"
+            raise UserError(f"cannot write {self.target}: {why}") from None
+        finally:
+            for shard in self.shards:
+                with suppress(OSError):  # what is left in its buffer may not fit on the disk either
+                    shard.file.close()
+            shutil.rmtree(self.path, ignore_errors=True)  # after a success it is no longer there
+
+    def _finish_shards(self):
+        """Close the last shard, rename all of them as transformers names them, and write the index."""
+        if self.shards:
+            self.shards[-1].close()
+        count = len(self.shards)
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        else:
+            weight_map = {}
+            for name, shard in zip(names, self.shards):
+                weight_map |= dict.fromkeys(shard.header, name)
+            total = sum(shard.size for shard in self.shards)
+            self.add_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        for i, name in enumerate(names):
+            (self.path / f"shard-{i + 1}").rename(self.path / name)
+
+    def _move_to_target(self):
+        """Rename our directory to the target."""
+        try:
+            if self.target.exists():
+                self.target.rename(self.old)
+            self.path.rename(self.target)
+        finally:
+            if self.old.exists() and not self.target.exists():  # interrupted between the two renames
+                self.old.rename(self.target)
+            shutil.rmtree(self.old, ignore_errors=True)
+
+
+def check_target(target: Path | None):
+    """UserError if no checkpoint directory can be written there. Commands call this before long work; a
+    Writer looks again. None: the target is not known yet."""
+    if target is None:
+        return
+    if os.path.lexists(target) and not is_replaceable(target):
+        raise UserError(f"{target} exists and is not a checkpoint directory; name another with --out")
+    parent = next(parent for parent in Path(target).resolve().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write to {parent}")
+
+
+def print_written(directory: Path):
+    """Print on stderr how to run a checkpoint, and on stdout its path alone, for scripts."""
+    command = shlex.join(["python", "generate.py", "--checkpoint_path", str(directory)])
+    print_status(f"checkpoint written; to run it: {command}")
+    print(directory)
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether a path is an empty directory or a fastpath checkpoint. False if it has disappeared."""
+    try:
+        return path.is_dir() and (not any(path.iterdir()) or is_ours(path))
+    except (OSError, UserError):
+        return False
+
+
+def remove_abandoned(target: Path):
+    """Delete the directories of killed writers of this target: those that have not changed for an hour.
+
+    (A writer may be on another machine, so its process cannot be looked for.) If a writer was killed
+    after it had moved the previous checkpoint away, that checkpoint is put back.
+    """
+    for path in target.parent.glob(f".{target.name}.*.tmp"):
+        with suppress(OSError):  # its writer may be removing it
+            changed = max(file.stat().st_ctime for file in (path, *path.iterdir()))
+            if time.time() - changed < ABANDONED_S:
+                continue
+            if path.name.startswith(f".{target.name}.old.") and not target.exists():
+                path.rename(target)
+            shutil.rmtree(path, ignore_errors=True)

@@ -30,8 +30,8 @@ VERSION = "0.1.0"
 
 
 # Files and folders of this project that may be deleted. A command that needs one of them says so.
-OPTIONAL = ("chat", "convert_hf_checkpoint", "cpu", "drafts", "evaluate", "grammar", "kernels_triton", "mtp")
-OPTIONAL += ("experts", "ranks", "recurrent", "serve", "server", "sources", "speculative", "tp", "training")
+OPTIONAL = ("convert_hf_checkpoint", "cpu", "drafts", "evaluate", "kernels_triton", "mixers", "serve", "server")
+OPTIONAL += ("sources", "speculative", "text.chat", "text.grammar", "tp", "training")
 
 
 class UserError(Exception):
@@ -148,8 +148,8 @@ def run_command(main: Callable, print_error=lambda line: print(line, file=sys.st
         code = main()
         sys.stdout.flush()
     except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in OPTIONAL:
+        name = error.name or ""
+        if not any(name == part or name.startswith(f"{part}.") for part in OPTIONAL):
             raise
         code = fail(f"{name} is missing, an optional part of fastpath that was deleted here, and this command needs it")
     except KeyboardInterrupt:

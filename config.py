@@ -50,7 +50,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of a model's gated delta nets (recurrent.py), which are in the place of attention in
+    """The sizes of a model's gated delta nets (mixers/recurrent.py), which are in the place of attention in
     some of its layers.
 
     Value head h reads with the queries and keys of key head h % n_key_head.
@@ -92,7 +92,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class ShortConv:
-    """The sizes of a model's short convolutions (recurrent.py), which are in the place of attention
+    """The sizes of a model's short convolutions (mixers/recurrent.py), which are in the place of attention
     in some of its layers."""
 
     layers: tuple[int, ...]  # the layers that have one
@@ -108,7 +108,7 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Experts:
-    """The sizes of a model's sparse layers (experts.py): each has X small MLPs, the experts, in the
+    """The sizes of a model's sparse layers (mixers/experts.py): each has X small MLPs, the experts, in the
     place of one large MLP, and each token uses a few of them.
 
     The layer that drafts tokens (mtp) is sparse, too.
@@ -154,7 +154,7 @@ class Config:
     delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
     short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution in the place of attention
     experts: Experts | None = None  # Mixtral, Qwen3-MoE: some layers have experts in the place of an MLP
-    mtp: bool = False  # Qwen3.5: one more layer drafts tokens (mtp.py)
+    mtp: bool = False  # Qwen3.5: one more layer drafts tokens (mixers/mtp.py)
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all

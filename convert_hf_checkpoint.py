@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from checkpoint import DTYPES, Checkpoint, check_finite, dtype_of, total_weight_bytes
+from checkpoint import DTYPES, Checkpoint, Writer, check_finite, check_target, dtype_of, print_written
 from cli import ArgumentParser, UserError, progress_bar, run_command
+from costs import total_weight_bytes
 from sources import hub
 from sources.opening import open_named
-from writer import Writer, check_target, print_written
 
 
 def convert(source: Checkpoint, out: Path, dtype: torch.dtype) -> Path:

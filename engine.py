@@ -210,7 +210,7 @@ class PlainDecoding:
 
 
 class SingleProcess:
-    """Stands in for ranks.Ranks, which explains the methods, in a run without torchrun."""
+    """Stands in for tp.Ranks, which explains the methods, in a run without torchrun."""
 
     rank = 0
     size = 1
@@ -238,7 +238,7 @@ class EngineOptions:
     always_chunk: bool = False  # read chunks of one prompt also while no row is decoding
     fixed_threads: bool = False  # do not tune the number of threads
     snapshot_bytes: int | None = None  # for snapshots of recurrent states; None: the usual amount
-    # Or a ranks.Ranks, if the model is split. Rank 0 then calls `step`, the others `follow`.
+    # Or a tp.Ranks, if the model is split. Rank 0 then calls `step`, the others `follow`.
     ranks: object = SingleProcess()
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, check_memory
+from checkpoint import Checkpoint
 from cli import (
     ArgumentParser,
     HelpFormatter,
@@ -37,11 +37,14 @@ from cli import (
     read_text,
     run_command,
 )
+from costs import check_memory, state_bytes
 from engine import Engine, Request, check_prompt
-from load import ModelOptions, add_loading_options, choose_device, load_model, open_checkpoint
-from model import Transformer, state_bytes
+from load import choose_device, load_model, open_checkpoint
+from model import Transformer
+from options import ModelOptions, add_loading_options
 from sampling import SamplingParams
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from text.chat_template import ChatTemplate
+from text.tokenizer import TextStream, Tokenizer
 
 MAX_NEW_TOKENS = 256  # per answer, if a task does not say
 POSITIONS = 128  # log-probabilities (POSITIONS,V) of this many positions are in memory at a time

@@ -1,7 +1,7 @@
 """Generate text from a checkpoint: `python generate.py --prompt "Hello"`.
 
 Read from the bottom up: `main`, then what it calls: the runs, the prompts, the options. load.py
-loads the model, engine.py has the generation loop, chat.py the conversation, report.py the
+loads the model, engine.py has the generation loop, text/chat.py the conversation, report.py the
 measurements.
 """
 
@@ -36,16 +36,11 @@ from cli import (
 )
 from compile import compile_counts, warm_up
 from engine import Engine, EngineOptions, Request, SingleProcess, check_prompt, read_with_progress
-from load import (
-    ModelOptions,
-    add_model_options,
-    choose_cache_length,
-    default_params,
-    load_engine,
-    open_checkpoint,
-)
+from load import choose_cache_length, default_params, load_engine, open_checkpoint
+from options import ModelOptions, add_model_options
 from sampling import SamplingParams
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from text.chat_template import ChatTemplate
+from text.tokenizer import TextStream, Tokenizer
 
 # A conversation reads a prompt in chunks of this many tokens, because Ctrl-C waits for the end of a
 # chunk. With 2048 tokens, that takes 12 s in a 1.5B model.
@@ -214,7 +209,7 @@ def read_schema_option(args, checkpoint: Checkpoint, stop_ids: frozenset[int]):
     """Set args.make_grammar, which returns the grammar of a request, as --json_schema says."""
     args.make_grammar = lambda: None
     if args.json_schema is not None:
-        from grammar import read_schema
+        from text.grammar import read_schema
 
         args.make_grammar = read_schema(args.json_schema, checkpoint.tokenizer, checkpoint.config, stop_ids)
 
@@ -402,7 +397,7 @@ def run_conversation(args, checkpoint: Checkpoint, template: ChatTemplate | None
     if ranks.rank:
         engine.follow()
     else:
-        from chat import run_chat
+        from text.chat import run_chat
 
         stop_ids = end_tokens(args, checkpoint.tokenizer, template)
         run_chat(args, engine, checkpoint.tokenizer, template, stop_ids)
@@ -447,7 +442,7 @@ def run(args, ranks):
 
 
 def main(ranks=None):
-    """ranks: a ranks.Ranks if torchrun has started several processes.
+    """ranks: a tp.Ranks if torchrun has started several processes.
 
     Rank 0 plans the steps, and the others follow.
     """
@@ -461,7 +456,7 @@ def main(ranks=None):
 
 if __name__ == "__main__":
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # set by torchrun
-        from ranks import run_together
+        from tp import run_together
 
         run_together(main)
     run_command(main)

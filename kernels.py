@@ -12,21 +12,15 @@ one kind of device has, top-k and top-p, noise, the AMX guard. Knows nothing of 
 Shapes are named as in model.py: B batch rows, S new tokens, T slots of a cache row, H query heads,
 K key/value heads, E head width; N rows (outputs), C columns (inputs) and G groups of a matrix.
 
-Importing this file runs one check, `guard_amx`: it must come before the first matmul of the
-process.
 """
 
 import math
-import os
-import signal
-import time
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+
+import backend  # noqa: F401  its guard against AMX runs before the first matmul
 
 # ---------------------------------------------------------------- which implementation runs
 
@@ -82,110 +76,6 @@ def without_kernels():
         yield
     finally:
         KERNELS.update(found)
-
-
-# The fields of config.Config that the fused operations (all blocks of a model in one call) take
-# into account.
-FUSED_FIELDS = (
-    "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
-    "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
-    "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token", "layers_without_rope",
-    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale", "mtp",
-)  # fmt: skip
-
-
-@dataclass
-class FixedThreads:
-    """The number of threads is not tuned. (cpu.threads.Threads tunes it, and has the same members.)"""
-
-    fixed: bool = True
-    trials: int = 0
-
-    def of(self, kind, work, fixed=False):
-        return nullcontext()
-
-    def used(self):
-        return {}
-
-    def others(self):
-        return None
-
-    def forget(self):
-        pass
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What a model and the engine may rely on, as an Installer returns it.
-
-    The default is that of a device without kernels, on which everything runs as plain PyTorch.
-    """
-
-    name: str = "torch"  # which kernels run
-    # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
-    run_blocks: Callable | None = None
-    # The same for the block of the layer that drafts tokens (mtp)
-    run_draft: Callable | None = None
-    # What mtp.DraftLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
-    write_draft_keys: Callable | None = None
-    max_fused_tokens: int = 0  # these take up to this many new tokens per row
-    # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of
-    # threads.
-    thread_invariant: bool = False
-    # Passes of any length give the same K/V and logits, bit for bit, with any number of threads. If
-    # False, the K/V of a prompt may differ in the last bits when it is read in other chunks.
-    chunk_invariant: bool = False
-    # zeros(nbytes, device) returns a function like torch.zeros, for KV caches of nbytes bytes.
-    zeros: Callable = lambda nbytes, device: partial(torch.zeros, device=device)
-    # make_threads(fixed) returns what sets the number of threads of an engine's steps.
-    make_threads: Callable = FixedThreads
-
-
-class Installer:
-    """Puts the kernels of a device into a model, layer by layer while the model is read.
-
-    Each tensor goes through `place`, each layer that has all its tensors through `pack`, and at the
-    end `finish` says what the model can rely on. A model that is in memory already needs `finish`
-    only.
-
-    These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have
-    others.
-    """
-
-    def __init__(self, model, kernels="auto", exact_activations=False):
-        """model: may still be empty, on the meta device. The others are options: see
-        load.ModelOptions."""
-        self.model = model
-        self.exact_activations = exact_activations
-
-    @staticmethod
-    def prepare_process(threads):
-        """Settings of the whole process, for example the number of CPU threads (None: as many as
-        are useful)."""
-
-    def reserve(self, nbytes):
-        """Make memory for this many bytes of copies, for weights that stay as they are."""
-
-    def place(self, tensor, device, dtype, is_mapped):
-        """A tensor on this device. is_mapped: it is in a mapped file, or a part of a larger one, so
-        it is copied."""
-        return tensor.to(device=device, dtype=dtype, copy=is_mapped)
-
-    def pack(self, name):
-        """Replace the layer with this name by one with packed weights, if kernels can use it."""
-
-    def finish(self):
-        """Pack the layers that have not been packed yet, and return the Backend."""
-        return Backend()
-
-
-def uses_only(config, known):
-    """Whether all fields of a config other than `known` have their default values.
-
-    With known=FUSED_FIELDS: whether the fused operations implement all that a model needs.
-    """
-    others = [field for field in fields(config) if field.name not in known]
-    return all(getattr(config, field.name) == field.default for field in others)
 
 
 def empty_like_first(x, *rest):
@@ -451,161 +341,12 @@ def layer_norm(x, weight, bias, eps):
 
 # The newest tokens of a row, up to this many, can be taken back: see gated_delta.
 DELTA_WINDOW = MAX_DECODE_TOKENS
-DELTA_CHUNK = 64  # tokens that the version for long prompts without kernels computes at once
 
 define(
     "gated_delta(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor(a!) matrix, Tensor(b!) base, "
     "Tensor(c!) keys, Tensor(d!) deltas, Tensor(e!) decays, Tensor input_pos, Tensor? rows) -> Tensor",
     lambda q, k, v, *rest: torch.empty_like(v, memory_format=torch.contiguous_format),
 )
-
-
-def gated_delta(q, k, v, log_decay, beta, state, input_pos, rows):
-    """The gated delta rule (arXiv:2412.06464): each token updates a matrix for each value head, and
-    reads it.
-
-    q, k: (B,S,n,dk) float32, for n key heads; q is scaled. Value head h has those of key head h % n.
-    v: (B,S,m,dv) float32, for m value heads. log_decay, beta: (B,S,m) float32.
-    state: a recurrent.DeltaState, which is written.
-    input_pos: (B,S) int64, the position of each token in its own row. -1 is padding, which changes
-    nothing. Several batch rows may have tokens of the same row.
-    rows: (B,) int64, the row of the state for each batch row; None means rows 0..B-1.
-
-    Returns (B,S,m,dv) float32. For each token in turn and each value head, with its matrix M (dk,dv),
-        M = exp(log_decay) M
-        M = M + k (beta (v - k^T M))^T
-        y = q^T M
-    This reads like one step of online least squares: k^T M is what the matrix predicts for the key
-    k, and the step moves it towards v by the fraction beta (k has length 1).
-
-    The update is late. A row's matrix holds its tokens before the position `base`. The up to
-    DELTA_WINDOW tokens from there on are pending: they have been read, but their updates (key, delta
-    beta (v - k^T M), and decay) are stored beside the matrix. A pass that begins at position p
-    first adds the p - base pending updates before p. So a pass may go on at any position from `base`
-    on, as it does after drafted tokens were rejected, and a pass that is repeated gives the same
-    result. Position 0 begins with zeros. RuntimeError if a pass begins before `base`, or skips
-    tokens.
-    """
-    run = gated_delta_torch
-    if has_kernel("gated_delta", q.device) or torch.compiler.is_compiling():
-        run = torch.ops.fastpath.gated_delta.default
-    stored = (state.matrix, state.base, state.keys, state.deltas, state.decays)
-    return run(q, k, v, log_decay, beta, *stored, input_pos, rows)
-
-
-def gated_delta_torch(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows):
-    """`gated_delta` where there are no kernels. The compiler sees one operation: a loop over tokens
-    would be unrolled."""
-    repeats = v.shape[2] // q.shape[2]
-    q = q.repeat(1, 1, repeats, 1)  # (B,S,m,dk)
-    k = k.repeat(1, 1, repeats, 1)
-    out = torch.zeros_like(v)
-    for row, places in runs_of(input_pos, rows):
-        start = int(input_pos[places[0]])
-        pending = 0
-        M = torch.zeros_like(matrix[row])  # (m,dk,dv)
-        if start > 0:
-            pending = start - int(base[row])
-            check_pending(pending, row, start)
-            M.copy_(matrix[row])
-        for i in range(pending):
-            M = decays[row, i, :, None, None] * M + outer(keys[row, i].repeat(repeats, 1), deltas[row, i])
-
-        batch_row, column = zip(*places)
-        tokens = [x[batch_row, column] for x in (q, k, v, log_decay, beta)]  # (n,m,...) each
-        n = len(places)
-        done = max(0, n - DELTA_WINDOW)  # the tokens that are not pending after this pass
-        y, M, _ = delta_chunks(M, *[x[:done] for x in tokens])
-        matrix[row] = M
-        base[row] = start + done
-        later, _, new_deltas = delta_tokens(M, *[x[done:] for x in tokens])
-        out[batch_row, column] = torch.cat([y, later])
-        keys[row, : n - done] = tokens[1][done:, : keys.shape[2]]
-        deltas[row, : n - done] = new_deltas
-        decays[row, : n - done] = tokens[3][done:].exp()
-    return out
-
-
-LIBRARY.impl("gated_delta", gated_delta_torch, "CompositeExplicitAutograd")
-
-
-def runs_of(input_pos, rows):
-    """The tokens of each row in a batch, as (row, [(b,s), ...]) with ascending positions.
-
-    input_pos: (B,S), -1 for padding; rows: (B,), or None for rows 0..B-1.
-    """
-    row_of = range(len(input_pos)) if rows is None else rows.tolist()
-    found = {}
-    for b, positions in enumerate(input_pos.tolist()):
-        for s, position in enumerate(positions):
-            if position >= 0:
-                found.setdefault(row_of[b], []).append((position, b, s))
-    for row, tokens in found.items():
-        yield row, [(b, s) for _, b, s in sorted(tokens)]
-
-
-def check_pending(pending, row, start):
-    """RuntimeError if a pass over a row cannot begin at position `start`, which has this many
-    pending tokens before it."""
-    if not 0 <= pending <= DELTA_WINDOW:
-        raise RuntimeError(f"row {row} cannot go on at position {start}: its state is that of {start - pending}")
-
-
-def outer(a, b):
-    return a[..., :, None] * b[..., None, :]
-
-
-def delta_tokens(M, q, k, v, log_decay, beta):
-    """The gated delta rule for n tokens, one after the other: the specification.
-
-    M: (m,dk,dv); q, k: (n,m,dk); v: (n,m,dv); log_decay, beta: (n,m). Returns the outputs (n,m,dv),
-    the matrix after these tokens, and their deltas (n,m,dv).
-    """
-    out = torch.empty_like(v)
-    deltas = torch.empty_like(v)
-    for i in range(len(v)):
-        M = log_decay[i, :, None, None].exp() * M
-        predicted = (k[i, :, None] @ M)[:, 0]  # (m,dv)
-        deltas[i] = beta[i, :, None] * (v[i] - predicted)
-        M = M + outer(k[i], deltas[i])
-        out[i] = (q[i, :, None] @ M)[:, 0]
-    return out, M, deltas
-
-
-def delta_chunks(M, q, k, v, log_decay, beta):
-    """`delta_tokens` with fewer, larger products: DELTA_CHUNK tokens at once (arXiv:2412.06464,
-    section 3.3).
-
-    With g the running sum of log_decay in a chunk and M_0 the matrix before it,
-        M_t = exp(g_t) M_0 + sum over j <= t of exp(g_t - g_j) k_j delta_j^T
-        delta_t = beta_t (v_t - exp(g_t) k_t^T M_0 - sum over j < t of exp(g_t - g_j) (k_t . k_j) delta_j)
-    so that the deltas of a chunk solve a triangular system.
-    """
-    out = torch.empty_like(v)
-    all_deltas = torch.empty_like(v)
-    for start in range(0, len(v), DELTA_CHUNK):
-        chunk = slice(start, start + DELTA_CHUNK)
-        Q = q[chunk].transpose(0, 1)  # (m,n,dk)
-        K = k[chunk].transpose(0, 1)
-        V = v[chunk].transpose(0, 1)  # (m,n,dv)
-        g = log_decay[chunk].T.cumsum(1)  # (m,n)
-        b = beta[chunk].T[..., None]  # (m,n,1)
-        n = g.shape[1]
-        ahead = torch.ones(n, n, dtype=torch.bool, device=v.device).triu(1)
-        ratio = (g[:, :, None] - g[:, None]).masked_fill(ahead, -torch.inf).exp()  # (m,n,n): exp(g_t - g_j)
-        scale = g.exp()[..., None]  # (m,n,1)
-
-        system = (b * (K @ K.mT) * ratio).tril(-1)  # its diagonal counts as ones
-        wanted = b * (V - scale * (K @ M))
-        deltas = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # (m,n,dv)
-        y = scale * (Q @ M) + ((Q @ K.mT) * ratio) @ deltas
-        if not is_finite(y):  # 0 * NaN is NaN, so NaN of a token has reached those before it
-            out[chunk], M, all_deltas[chunk] = delta_tokens(M, *[x[chunk] for x in (q, k, v, log_decay, beta)])
-            continue
-        M = scale[:, -1:] * M + K.mT @ (ratio[:, -1, :, None] * deltas)
-        out[chunk] = y.transpose(0, 1)
-        all_deltas[chunk] = deltas.transpose(0, 1)
-    return out, M, all_deltas
 
 
 # ---------------------------------------------------------------- operations of one kind of device
@@ -623,7 +364,7 @@ def delta_chunks(M, q, k, v, log_decay, beta):
 #   stack_layers makes one layer of several, whose outputs follow each other.
 #   prepare_experts makes the experts of a sparse layer of their layers, and sparse_mlp runs them.
 #   prepare_block makes a block of four layers, or of two and experts, and `blocks` runs several blocks.
-#   write_draft_keys writes the keys and values of the layer that drafts tokens (mtp.py).
+#   write_draft_keys writes the keys and values of the layer that drafts tokens (mixers/mtp.py).
 #   medusa draws the greedy tokens of Medusa heads.
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
 define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
@@ -687,121 +428,3 @@ define(
     "-> Tensor",
     empty_like_first,
 )
-
-# ---------------------------------------------------------------- top-k and top-p
-
-
-def top_mass(order, mass, target):
-    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`. Of equal
-    entries, those with lower indices are kept first.
-
-    order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1)
-    int64 >= 1. If every mass is 1, this is top-k; if masses are probabilities, it is top-p. Equal
-    entries may have different masses here, but not in the C++. Integer sums do not depend on their
-    order, so all implementations agree exactly. Nothing is sorted: a radix select finds the
-    smallest entry that is kept, 8 bits at a time, with a histogram of the mass.
-    """
-    inside = torch.ones_like(order, dtype=torch.bool)  # entries that share the bits chosen so far
-    above = torch.zeros_like(target)  # the mass of all larger entries
-    for bits in (24, 16, 8, 0):
-        bucket = (order >> bits) & 0xFF
-        histogram = mass.new_zeros(*order.shape[:-1], 256).scatter_add(-1, bucket, mass * inside)
-        # The mass above each bucket (...,256), which falls as the bucket rises. The chosen bucket
-        # is the one in which the sum reaches the target.
-        higher = above + histogram.flip(-1).cumsum(-1).flip(-1) - histogram
-        chosen = 256 - (higher < target).sum(-1, keepdim=True)
-        above = higher.gather(-1, chosen)
-        inside = inside & (bucket == chosen)
-
-    lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all entries inside are equal by now
-    ties = mass * inside
-    return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
-
-
-def float_to_sortable_int(x):
-    """Maps float32 to int64 in [0, 2^32) with the same order; -0.0 and 0.0 are equal."""
-    bits = (x + 0.0).view(torch.int32).long()  # the sum turns -0.0 into 0.0
-    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # the bits of negative floats ascend as the floats descend
-
-
-# ---------------------------------------------------------------- noise
-
-
-def exponential_noise(seed, position, ids, stream=0):
-    """Exponential(1) variates (float32): a pure function of seed, position and token ids, int64
-    tensors that broadcast.
-
-    Different values of `stream` (int) give independent noise for the same position.
-    """
-    low = seed & 0xFFFFFFFF
-    high = (seed >> 32) & 0xFFFFFFFF
-    keys = []
-    for start in (0x3C6EF372, 0x1B873593):  # two keys of 32 bits each
-        key = low ^ start
-        for value in (high, position, torch.full_like(position, stream)):
-            key = scramble(key) ^ value
-        keys.append(scramble(key))
-    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log1p(-uniform)  # most precise near zero, because argmax(p / noise) selects small noise
-
-
-def scramble(x):
-    """A hash of 32-bit integers, held in int64: a bijection where each input bit flips every output
-    bit half the time.
-
-    The constants, from the project hash-prospector (lowbias32), are below 2^31, so that no product
-    overflows int64.
-    """
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
-
-
-# ---------------------------------------------------------------- the AMX guard
-
-
-def survives(work, timeout_s=20.0):
-    """Run work() in a forked child. True if the child ends by itself, False if a signal or the
-    timeout ended it."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGILL, signal.SIG_DFL)  # no message, even if the parent has a handler
-        try:
-            work()
-        finally:
-            os._exit(0)  # no atexit, no flush of the parent's buffers
-
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.WIFEXITED(status)
-        time.sleep(0.002)
-
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
-
-
-def _small_bf16_matmul():
-    torch.set_num_threads(1)  # a forked child must not touch the parent's thread pool
-    a = torch.ones(64, 64, dtype=torch.bfloat16)
-    torch.mm(a, a)
-
-
-def guard_amx():
-    """Forbid oneDNN to use AMX on machines that advertise AMX but kill a process that uses it
-    (SIGILL), as some virtual machines do.
-
-    torch.cpu._init_amx() succeeds even on these, so a child process tries a matmul. The check must
-    run before the first matmul of this process, because oneDNN then reads the environment. Without
-    AMX, or if the user has set ONEDNN_MAX_CPU_ISA, nothing changes.
-    """
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
-        return
-    if torch.cpu._is_amx_tile_supported() and not survives(_small_bf16_matmul):
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
-
-
-guard_amx()

@@ -52,19 +52,11 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
+from backend import FUSED_FIELDS, Backend, Installer, uses_only
 from cli import print_status
 from config import Config
 from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repack_layers, repeat_groups
-from kernels import (
-    DELTA_WINDOW,
-    FUSED_FIELDS,
-    LIBRARY,
-    MAX_DECODE_TOKENS,
-    Backend,
-    Installer,
-    find_kernels,
-    uses_only,
-)
+from kernels import DELTA_WINDOW, LIBRARY, MAX_DECODE_TOKENS, find_kernels
 from layers import MatrixLayer
 from model import Block, Transformer
 
@@ -821,7 +813,7 @@ def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK
     tl.store(out + start + d, y.to(out.dtype.element_ty), mask=d < D)
 
 
-# ---------------------------------------------------------------- the gated delta rule: kernels.gated_delta
+# ---------------------------------------------------------------- the gated delta rule: mixers.recurrent.gated_delta
 #
 # The columns of a head's matrix (dk,dv) do not depend on each other, so a program has BLOCK_V of
 # them, in registers, for all tokens of a batch row. It adds the pending updates and then the tokens,
@@ -829,7 +821,7 @@ def norm_kernel(x, weight, bias, out, D, eps, SUBTRACT_MEAN: tl.constexpr, BLOCK
 #
 # Up to MAX_DECODE_TOKENS tokens a row are added one by one (delta_kernel), so that the verification
 # of drafts gives the bits of decoding. More (prefill) are added in chunks of WINDOW, with the
-# products of kernels.delta_chunks, which tensor cores compute. What these need of the keys and
+# products of mixers.recurrent.delta_chunks, which tensor cores compute. What these need of the keys and
 # queries alone is computed before, for all chunks in parallel (delta_system_kernel).
 # delta_chunks_kernel then goes from chunk to chunk. The last chunk ends at the last token, so it has
 # the pending tokens and no others. The first may begin before the first token: a token that is
@@ -921,7 +913,7 @@ def first_chunk(count):
 
 @triton.jit(do_not_specialize=["S"])
 def delta_system_kernel(q, k, log_decay, beta, counts, inverses, weights, S, n, m, dk):
-    """Solve the triangular systems of kernels.delta_chunks for one chunk of a value head: grid
+    """Solve the triangular systems of mixers.recurrent.delta_chunks for one chunk of a value head: grid
     (chunks, B * m).
 
     Writes, in (B,m,chunks,WINDOW,WINDOW) each: inverses, (I + system)^-1 with its columns multiplied
@@ -972,7 +964,7 @@ def delta_chunks_kernel(
     q, k, v, log_decay, matrix, base, keys, deltas, decays, input_pos, rows, counts, inverses, weights, out,
     S, n, m, dk, dv, PARTS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """delta_kernel for many tokens: kernels.delta_chunks with what delta_system_kernel has solved.
+    """delta_kernel for many tokens: mixers.recurrent.delta_chunks with what delta_system_kernel has solved.
 
     A matrix is (PARTS,PART,BLOCK_V) here. Products with it are computed in parts, each by one warp,
     and summed. With (dk,BLOCK_V) every warp would hold all keys, more than there are registers.
@@ -1355,7 +1347,7 @@ def layer_norm(x, weight, bias, eps, subtract_mean=True):
 
 
 def gated_delta(q, k, v, log_decay, beta, matrix, base, keys, deltas, decays, input_pos, rows):
-    """kernels.gated_delta, for rows that occur once in a batch. It is not checked that a pass begins
+    """mixers.recurrent.gated_delta, for rows that occur once in a batch. It is not checked that a pass begins
     at a position that its state can go on from: the device would have to be waited for."""
     B, S, n, dk = q.shape
     m, dv = v.shape[2:]
@@ -1434,7 +1426,7 @@ def exponential_noise(key, key_2, ids):
 
 @triton.jit
 def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of logits as kernels.float_to_sortable_int (int64), and their masses (int64)."""
+    """A block of logits as sampling.float_to_sortable_int (int64), and their masses (int64)."""
     at = start + tl.arange(0, BLOCK)
     logits = tl.load(x + at, mask=at < V, other=float("-inf"))
     bits = (logits + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
@@ -1448,7 +1440,7 @@ def load_order(x, start, V, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def keep_top_mass(x, V, target, largest, inverse, MASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """kernels.top_mass: keep the fewest largest logits of x (V,) whose total mass reaches target; set
+    """sampling.top_mass: keep the fewest largest logits of x (V,) whose total mass reaches target; set
     others to -inf.
 
     A radix select finds the lowest logit that is kept, two bits at a time. MASSES: the mass of a

@@ -2,7 +2,7 @@
 
 Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are
 in config.py, the operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py.
-Layers that some models have besides are in recurrent.py, experts.py and mtp.py.
+Layers that some models have besides are in mixers/recurrent.py, mixers/experts.py and mixers/mtp.py.
 Knows nothing of text, sampling, files or devices: kernels.py dispatches each operation to the
 kernel of the device.
 
@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backend import Backend
 from config import Config
-from kernels import Backend, attention, rms_norm
+from kernels import attention, rms_norm
 from layers import Embedding, Linear, RMSNorm, make_norm
 from positions import Positions, rotate
 
@@ -106,7 +107,7 @@ class Transformer(nn.Module):
         self.norm = make_norm(own)
         self.mtp = None  # the layer that drafts tokens: an mtp.DraftLayer
         if own.mtp:
-            from mtp import DraftLayer
+            from mixers.mtp import DraftLayer
 
             rope_table = ropes.index(own.rope(own.n_layer))
             self.mtp = DraftLayer(own, Block(own, own.n_layer, rope_table, shard))
@@ -149,7 +150,7 @@ class Transformer(nn.Module):
         self._make_expert_counts()
         recurrent = [state for state in self.states if not isinstance(state, KVCache)]
         if recurrent:
-            from recurrent import SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
+            from mixers.recurrent import SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
 
             # The number follows from the sizes of the whole model, so that all ranks have the same.
             kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
@@ -327,11 +328,11 @@ class Block(nn.Module):
         if config.has_attention(layer):
             self.attention = Attention(config, layer, shard)
         elif config.delta_net is not None:
-            from recurrent import GatedDeltaNet
+            from mixers.recurrent import GatedDeltaNet
 
             self.delta_net = GatedDeltaNet(config)
         else:
-            from recurrent import ShortConvolution
+            from mixers.recurrent import ShortConvolution
 
             self.short_conv = ShortConvolution(config)
         self.attention_post_norm = make_norm(config) if norm_after else None
@@ -339,7 +340,7 @@ class Block(nn.Module):
         self.mlp = None
         self.experts = None
         if config.is_sparse(layer):
-            from experts import SparseMLP
+            from mixers.experts import SparseMLP
 
             shared_dim = config.experts.shared_dim
             self.experts = SparseMLP(config, MLP(config, shared_dim) if shared_dim else None)
@@ -501,21 +502,6 @@ def position_bytes(config: Config, dtype: torch.dtype) -> int:
 def layer_position_bytes(config: Config, dtype: torch.dtype) -> int:
     """The bytes of the keys and values of one position in one layer."""
     return 2 * config.n_kv_head * config.head_dim * dtype.itemsize
-
-
-def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
-    """The bytes that Transformer.setup_caches takes for a whole model."""
-    T = length + SCRATCH_SLOTS
-    kv_bytes = rows * T * position_bytes(config, dtype)
-    if config.recurrent is None:
-        return kv_bytes
-
-    from recurrent import make_states, snapshot_slots
-
-    slots = snapshot_slots(config, rows, T, kv_bytes, dtype, snapshot_bytes)
-    states = make_states(config)
-    total = kv_bytes + sum(state.nbytes(rows, T, dtype) + slots * state.snapshot_bytes(dtype) for state in states)
-    return total + rows * T * layer_position_bytes(config, dtype) * config.mtp
 
 
 class MLP(nn.Module):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkpoint as ck
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, Writer, check_target, print_written
 from cli import (
     ArgumentParser,
     UserError,
@@ -32,13 +32,13 @@ from cli import (
     run_command,
     size_text,
 )
+from costs import check_memory, state_bytes, total_weight_bytes
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, int4_grid, matrices, pack, pack_nibbles
 from layers import ExpertStack, Linear
 from load import open_checkpoint
-from model import Transformer, state_bytes
+from model import Transformer
 from sampling import SamplingParams
-from writer import Writer, check_target, print_written
 
 # ---------------------------------------------------------------- GPTQ
 
@@ -313,7 +313,7 @@ def run_gptq(source: Checkpoint, groupsize: int, calibration_file: Path | None) 
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by
     module name."""
     caches = state_bytes(source.config, SEQUENCES, SEQUENCE_LENGTH, torch.bfloat16)
-    ck.check_memory(source.config, "cpu", torch.bfloat16, caches)
+    check_memory(source.config, "cpu", torch.bfloat16, caches)
     model = ck.read_weights(source, source.empty_model())
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, source.tokenizer, calibration_file)
@@ -335,7 +335,7 @@ def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
     texts = "+".join([before.mode, before.head, *before.exceptions.values()])
     formats = ", ".join(sorted({*texts.split("+")} - {"none"}))
     nbytes = sum(size for _, size in source.files.sizes())
-    result = ck.total_weight_bytes(source.config, torch.bfloat16, quantization)
+    result = total_weight_bytes(source.config, torch.bfloat16, quantization)
     print_status(
         f"{source.path} is quantized already ({formats}); its weights are rounded again, to {quantization.mode}; "
         f"the checkpoint will have {size_text(result)}, the file has {size_text(nbytes)}"

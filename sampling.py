@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cli import print_status, printable
-from kernels import MAX_DECODE_TOKENS, define, exponential_noise, float_to_sortable_int, has_kernel, top_mass
+from kernels import MAX_DECODE_TOKENS, define, has_kernel
 
 # ---------------------------------------------------------------- settings
 
@@ -361,3 +361,73 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
         target = (mass.sum(-1, keepdim=True).float() * top_p).long().clamp(min=1)
         x = x.masked_fill((top_p < 1) & ~top_mass(order, mass, target), float("-inf"))
     return x.masked_fill(x.exp() < min_p, float("-inf"))  # x.exp() is 1 for the likeliest token
+
+
+# ---------------------------------------------------------------- top-k and top-p
+
+
+def top_mass(order, mass, target):
+    """A mask (...,V) of the fewest largest entries whose total mass reaches `target`. Of equal
+    entries, those with lower indices are kept first.
+
+    order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1)
+    int64 >= 1. If every mass is 1, this is top-k; if masses are probabilities, it is top-p. Equal
+    entries may have different masses here, but not in the C++. Integer sums do not depend on their
+    order, so all implementations agree exactly. Nothing is sorted: a radix select finds the
+    smallest entry that is kept, 8 bits at a time, with a histogram of the mass.
+    """
+    inside = torch.ones_like(order, dtype=torch.bool)  # entries that share the bits chosen so far
+    above = torch.zeros_like(target)  # the mass of all larger entries
+    for bits in (24, 16, 8, 0):
+        bucket = (order >> bits) & 0xFF
+        histogram = mass.new_zeros(*order.shape[:-1], 256).scatter_add(-1, bucket, mass * inside)
+        # The mass above each bucket (...,256), which falls as the bucket rises. The chosen bucket
+        # is the one in which the sum reaches the target.
+        higher = above + histogram.flip(-1).cumsum(-1).flip(-1) - histogram
+        chosen = 256 - (higher < target).sum(-1, keepdim=True)
+        above = higher.gather(-1, chosen)
+        inside = inside & (bucket == chosen)
+
+    lowest = order.masked_fill(~inside, -1).amax(-1, keepdim=True)  # all entries inside are equal by now
+    ties = mass * inside
+    return (order > lowest) | (inside & (above + ties.cumsum(-1) - ties < target))
+
+
+def float_to_sortable_int(x):
+    """Maps float32 to int64 in [0, 2^32) with the same order; -0.0 and 0.0 are equal."""
+    bits = (x + 0.0).view(torch.int32).long()  # the sum turns -0.0 into 0.0
+    return (bits ^ ((bits >> 63) & 0x7FFFFFFF)) + 2**31  # the bits of negative floats ascend as the floats descend
+
+
+# ---------------------------------------------------------------- noise
+
+
+def exponential_noise(seed, position, ids, stream=0):
+    """Exponential(1) variates (float32): a pure function of seed, position and token ids, int64
+    tensors that broadcast.
+
+    Different values of `stream` (int) give independent noise for the same position.
+    """
+    low = seed & 0xFFFFFFFF
+    high = (seed >> 32) & 0xFFFFFFFF
+    keys = []
+    for start in (0x3C6EF372, 0x1B873593):  # two keys of 32 bits each
+        key = low ^ start
+        for value in (high, position, torch.full_like(position, stream)):
+            key = scramble(key) ^ value
+        keys.append(scramble(key))
+    bits = scramble(scramble(ids ^ keys[0]) ^ keys[1])
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)  # most precise near zero, because argmax(p / noise) selects small noise
+
+
+def scramble(x):
+    """A hash of 32-bit integers, held in int64: a bijection where each input bit flips every output
+    bit half the time.
+
+    The constants, from the project hash-prospector (lowbias32), are below 2^31, so that no product
+    overflows int64.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)

@@ -44,18 +44,12 @@ from cli import (
 )
 from compile import compile_while_serving, warm_up
 from engine import Engine, EngineOptions, SingleProcess
-from grammar import GrammarThread, ThinkingLimit
-from load import (
-    ModelOptions,
-    add_model_options,
-    choose_cache_length,
-    choose_device,
-    default_params,
-    load_engine,
-    open_checkpoint,
-)
+from load import choose_cache_length, choose_device, default_params, load_engine, open_checkpoint
+from options import ModelOptions, add_model_options
 from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
-from tokenizer import Tokenizer, answer_end_ids
+from text.chat_template import answer_end_ids
+from text.grammar import GrammarThread, ThinkingLimit
+from text.tokenizer import Tokenizer
 
 WEB_LIBRARIES = ("starlette", "uvicorn", "h11", "prometheus_client", "pydantic")
 STALLED_TIMEOUT_S = 30  # a client that has read nothing for this long is disconnected
@@ -103,7 +97,7 @@ def parse_arguments(argv=None):
 def main(ranks=None):
     """Serve until SIGTERM or Ctrl-C.
 
-    ranks: a ranks.Ranks if torchrun has started several processes. Rank 0 serves; the others follow it.
+    ranks: a tp.Ranks if torchrun has started several processes. Rank 0 serves; the others follow it.
     """
     ranks = ranks or SingleProcess()
     args = ranks.share(parse_arguments)
@@ -358,7 +352,7 @@ class Shutdown:
         self.deadline: float | None = None  # set by the first signal
         self.exit_code = 0  # of the process, when the requests have finished
         signal.signal(signal.SIGTERM, self._begin)
-        # With several ranks, Ctrl-C ends all of them at once (ranks.py), because a terminal sends it to all.
+        # With several ranks, Ctrl-C ends all of them at once (tp.py), because a terminal sends it to all.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._begin)
 
@@ -479,7 +473,7 @@ class EngineServer:
 
 if __name__ == "__main__":
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun's
-        from ranks import run_together
+        from tp import run_together
 
         run_together(main)
     run_command(main)

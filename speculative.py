@@ -44,12 +44,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from costs import weight_reads
 from drafts.controller import Candidate, Controller
 from drafts.draft import MAX_K, WIDTHS, Batch, Draft, Proposal, full_width_choices, width_of
 from engine import Engine, PlainDecoding, StepResult
-from kernels import MAX_DECODE_TOKENS, exponential_noise
-from report import synchronize, weight_reads
-from sampling import Sampling, probabilities, sample
+from kernels import MAX_DECODE_TOKENS
+from report import synchronize
+from sampling import Sampling, exponential_noise, probabilities, sample
 
 MAX_PAUSE = 8  # after n fruitless searches the next n steps do not search, but at most this many
 ACCEPT = 1  # the stream of the noise that decides what is accepted; tokens are drawn with stream 0

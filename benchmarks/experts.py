@@ -14,10 +14,11 @@ import measure
 import torch
 
 from cli import run_command
+from costs import weight_reads
 from engine import Engine, Request
 from load import load_model, open_checkpoint
 from model import Transformer
-from report import expert_bytes_read, weight_reads
+from report import expert_bytes_read
 
 PROMPT = 32
 STEPS = 24

@@ -47,10 +47,10 @@ import kernels_triton as kt
 from cli import UserError, print_status, run_command
 from compile import compiled_steps
 from config import Config, RopeScaling
+from costs import weight_bytes
 from engine import Engine
 from formats import Quantization, QuantizedLinear, Scheme, swap
 from model import Transformer
-from report import weight_bytes
 
 BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, groupsize
 LLAMA31 = RopeScaling("llama3", 8.0, 8192)

@@ -23,7 +23,7 @@ from evaluate import evaluate
 from formats import Quantization
 from load import load_model
 from quantize import quantize_checkpoint
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 SETTINGS = [Quantization("int8", size, "int8") for size in (0, 128, 64, 32)]  # 0: one group per row
 SETTINGS += [Quantization("int8", 32, "none"), Quantization("int4", 32, "int4")]

@@ -14,9 +14,10 @@ import measure
 
 from cli import print_status, run_command
 from engine import Request, generate
-from load import ModelOptions, choose_device, load_engine, open_checkpoint
+from load import choose_device, load_engine, open_checkpoint
+from options import ModelOptions
 from sampling import SamplingParams
-from tokenizer import ChatTemplate
+from text.chat_template import ChatTemplate
 
 QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))["questions"]
 SEEDS = 3

@@ -26,9 +26,11 @@ from drafts.heads import MedusaDraft, make_heads, read_heads
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
-from load import DEFAULT_HEADS, install_kernels, load_model, open_checkpoint
+from load import install_kernels, load_model, open_checkpoint
+from options import DEFAULT_HEADS
 from speculative import Report, Speculation
-from tokenizer import ChatTemplate, Tokenizer
+from text.chat_template import ChatTemplate
+from text.tokenizer import Tokenizer
 
 OPEN_PROMPTS = [
     "What is the capital of France?",

@@ -56,7 +56,7 @@ void add_scaled_row(const T* x, const T* y, float scale, T* out, int64_t D) {
 // ---------------------------------------------------------------- blocks
 
 constexpr int64_t MAX_CONV_WIDTH = 16;
-constexpr float L2_EPS = 1e-6f;  // that of recurrent.py
+constexpr float L2_EPS = 1e-6f;  // that of mixers/recurrent.py
 
 inline f32x16 sigmoid(f32x16 x) { return floats(1.0f) / (floats(1.0f) + fast_exp(floats(0.0f) - x)); }
 
@@ -285,7 +285,7 @@ struct Block {
     team.barrier();
   }
 
-  // ---------------------------------------------------------------- the convolution, as in recurrent.py
+  // ---------------------------------------------------------------- the convolution, as in mixers/recurrent.py
 
   // Keeps the inputs of the convolution.
   void write_tail(const Team& team) const {
@@ -344,7 +344,7 @@ struct Block {
     if (!is_short) write_tail(team);
   }
 
-  // ---------------------------------------------------------------- the short convolution, as in recurrent.py
+  // ---------------------------------------------------------------- the short convolution, as in mixers/recurrent.py
 
   // Calls work(m, channel, count) for all tokens and their channels, up to LANES of them at a time.
   template <class Work>
@@ -375,7 +375,7 @@ struct Block {
     });
   }
 
-  // ---------------------------------------------------------------- the gated delta net, as in recurrent.py
+  // ---------------------------------------------------------------- the gated delta net, as in mixers/recurrent.py
 
   // mixed = q, k and v of all tokens: the convolution, SiLU, and the lengths of q and k. Also their decay and beta.
   void mix(const Team& team) const {

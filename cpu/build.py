@@ -141,7 +141,7 @@ def allow_amx() -> bool:
     """Let the loaded kernels use the processor's matrix unit, AMX, if it has one, if
     ONEDNN_MAX_CPU_ISA does not exclude it, and if Linux grants it. Returns whether they use it.
 
-    ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by kernels.guard_amx where AMX kills
+    ONEDNN_MAX_CPU_ISA is set by users who do not want AMX, and by backend.guard_amx where AMX kills
     the process.
     """
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # limits oneDNN in the same way

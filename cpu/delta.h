@@ -1,4 +1,4 @@
-// The gated delta rule, which kernels.gated_delta specifies.
+// The gated delta rule, which mixers.recurrent.gated_delta specifies.
 //
 // Each value head of each row has a matrix M (dk,dv). A token t multiplies it by its decay, and adds its key times its
 // delta. The update of a token is added while the matrix is read for the next token, so that each token reads and

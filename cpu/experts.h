@@ -1,4 +1,4 @@
-// Sparse layers, as in experts.py: the router, and the MLPs of the experts that it chooses.
+// Sparse layers, as in mixers/experts.py: the router, and the MLPs of the experts that it chooses.
 //
 // A pass reads only the experts that its tokens have chosen, and each of them once. The rows of x are sorted by their
 // experts, so that the rows of one expert stand together, and each expert is multiplied as any other matrix. The work

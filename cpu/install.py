@@ -24,6 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from backend import FUSED_FIELDS, Backend, Installer, uses_only
 from config import Config
 from cpu.build import AVX512, FORMATS_WITH_KERNELS, LOADED, allow_amx, load_kernels, processor_flags
 from cpu.layers import (
@@ -40,7 +41,7 @@ from cpu.layers import (
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear, repack_layers
-from kernels import FUSED_FIELDS, KERNELS, MAX_DECODE_TOKENS, Backend, Installer, uses_only
+from kernels import KERNELS, MAX_DECODE_TOKENS
 from layers import Embedding, Linear
 from model import Block, Transformer
 
@@ -59,7 +60,7 @@ FUSED_OPERATIONS = {
     "gated_delta",
     "write_draft_keys",
 }
-# The fields of config.Config that `blocks` takes into account, besides kernels.FUSED_FIELDS.
+# The fields of config.Config that `blocks` takes into account, besides backend.FUSED_FIELDS.
 MORE_FUSED_FIELDS = (
     "qk_norm_whole",
     "norm_placement",

@@ -1,4 +1,4 @@
-// The keys and values of the layer that drafts tokens (mtp.py), as one operation.
+// The keys and values of the layer that drafts tokens (mixers/mtp.py), as one operation.
 
 #pragma once
 

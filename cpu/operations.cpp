@@ -504,7 +504,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
   return result;
 }
 
-// Writes the keys and values of tokens (B,S), as DraftLayer.read of mtp.py does. embedded, hidden (B,S,D): the tokens'
+// Writes the keys and values of tokens (B,S), as DraftLayer.read of mixers/mtp.py does. embedded, hidden (B,S,D): the tokens'
 // embeddings, and the model's last hidden states; tail: of a recurrent.Tail; cos, sin (P,T,1,E): the tables of all
 // positions; norms: the float32 weights of the norms of embedded and hidden; proj: the handle of the layer that joins
 // them; handle: that of the layer's block, with keys only.

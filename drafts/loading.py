@@ -154,7 +154,7 @@ def own_part(whole: Transformer, model: Transformer) -> Transformer:
 
 def lookup_name(drafts: list) -> str:
     """The name of the one draft that serves all prompt-lookup and lookup:FILE options, for example
-    prompt-lookup+lookup:a.txt. drafts: the values of --draft (load.DraftOption)."""
+    prompt-lookup+lookup:a.txt. drafts: the values of --draft (options.DraftOption)."""
     used = [draft for draft in drafts if draft.kind in ("prompt-lookup", "lookup")]
     return "+".join(f"lookup:{Path(draft.path).name}" if draft.path else draft.kind for draft in used)
 

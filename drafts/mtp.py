@@ -1,4 +1,4 @@
-"""The model's own layer for drafting (mtp.py) proposes tokens.
+"""The model's own layer for drafting (mixers/mtp.py) proposes tokens.
 
 The proposal is a chain: each token is drafted from the layer's output for the one before it. As with
 Medusa heads, a row with a temperature samples its drafts with the target's noise, so that the draft
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from costs import reads_of
 from drafts.draft import Batch, Draft, Proposal, full_width_choices
 from engine import Engine
 from model import Transformer, layer_position_bytes
-from report import reads_of
 from sampling import Sampling, sample
 
 DRAFT_TOKENS = 32768  # tokens from this id on are never proposed

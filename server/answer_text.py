@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from server.answers import AnswerParser
 from server.pipe_messages import TextRequest, Update
-from tokenizer import TextStream, Tokenizer
+from text.tokenizer import TextStream, Tokenizer
 
 
 class AnswerText:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from server.parameters import Types, ValueText, refuse_constant
 from server.python_calls import CallEnd, read_arguments
 from server.tools import NAME_PATTERN, ToolFormat
-from tokenizer import StopSearch, ThoughtSearch, start_of_partial
+from text.tokenizer import StopSearch, ThoughtSearch, start_of_partial
 
 # ---------------------------------------------------------------- events
 

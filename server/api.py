@@ -24,7 +24,7 @@ from server.constraints import Constraint, GrammarChecker, answer_source, read_c
 from server.openai_requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import ApiError
-from tokenizer import Tokenizer, TokenizerFiles
+from text.tokenizer import Tokenizer, TokenizerFiles
 
 LONG_TOKEN = 16  # characters: more than tokens have on average
 MAX_PROMPTS = 128  # in one request; a prompt with n answers counts n times

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import takewhile
 
 from cli import UserError, print_status
-from grammar import ThinkingBudget
 from server.answers import AnswerSyntax
 from server.constraints import Constraint, answer_source
 from server.openai_requests import ConversationFields, Function, FunctionTool, Message, ToolSubset, text_of
@@ -30,7 +29,9 @@ from server.tools import (
     place_tools,
     special_tokens,
 )
-from tokenizer import ChatTemplate, Tokenizer, TokenizerFiles
+from text.chat_template import ChatTemplate
+from text.grammar import ThinkingBudget
+from text.tokenizer import Tokenizer, TokenizerFiles
 
 # The names that servers and templates have for thoughts.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

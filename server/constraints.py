@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cli import UserError
-from grammar import GrammarTokenizer, check_size, fit_schema, refusal, schema_rule
 from server.openai_requests import ANY_OBJECT, Answers, ResponseFormat
 from server.request_fields import ApiError, log_once
 from server.tool_grammars import ToolGrammar, escaped_pattern, literal, text_until
 from server.tools import Tool
-from tokenizer import Tokenizer
+from text.grammar import GrammarTokenizer, check_size, fit_schema, refusal, schema_rule
+from text.tokenizer import Tokenizer
 
 MAX_RESULTS = 256  # tries that are remembered
 MAX_QUICK_BYTES = 1 << 14  # of a grammar that compiles in a few ms, which may delay other requests

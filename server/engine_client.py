@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from starlette.requests import ClientDisconnect
 
 from cli import print_status
-from grammar import TOO_COMPLEX
 from server.api import Choice, CompletionRequest
 from server.metrics import Metrics
 from server.pipe_messages import Cancel, EngineStatus, TextRequest, Update
 from server.request_fields import ApiError
+from text.grammar import TOO_COMPLEX
 
 ENGINE_TIMEOUT_S = 8  # an engine that has sent nothing for this long is reported as broken
 MAX_UNSENT_BYTES = 1 << 20  # of a response that its client has not read

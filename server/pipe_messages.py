@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from config import Config
 from engine import Request
-from grammar import ThinkingBudget
 from sampling import NEUTRAL, SamplingParams
 from server.answers import AnswerSyntax, Event
-from tokenizer import TokenizerFiles
+from text.grammar import ThinkingBudget
+from text.tokenizer import TokenizerFiles
 
 
 @dataclass
@@ -45,7 +45,7 @@ class TextRequest:
     request: Request
     stop: tuple[str, ...] = ()  # stop strings end the text, or the content of a chat's answer
     continues_prompt: bool = True  # False in a chat, where an answer is a text of its own
-    grammar: str | None = None  # the source of a grammar (grammar.py) that the answer must fit
+    grammar: str | None = None  # the source of a grammar (text/grammar.py) that the answer must fit
     thinking: ThinkingBudget | None = None  # None: thoughts may have any length
     # Special tokens that count as text, such as the marks of tool calls.
     shown_ids: frozenset[int] = frozenset()

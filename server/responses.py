@@ -11,7 +11,7 @@ from server.answers import CallArguments, CallBegins, Content, Event, Reasoning
 from server.api import Choice, CompletionRequest, ServedModel
 from server.pipe_messages import Update
 from server.request_fields import ApiError, encode_json
-from tokenizer import TextStream
+from text.tokenizer import TextStream
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 

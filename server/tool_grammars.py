@@ -2,7 +2,7 @@
 
 Read down: literal and text_until, expressions of a Lark grammar; ToolGrammar, the expressions for
 calls; ParameterRules, the rules for arguments that are written one by one; python_rules, those for
-arguments as in Python. tools.py describes how a model writes calls, and grammar.py how masks follow a
+arguments as in Python. tools.py describes how a model writes calls, and text/grammar.py how masks follow a
 grammar.
 """
 
@@ -10,7 +10,6 @@ import json
 import re
 
 from cli import UserError
-from grammar import schema_rule
 from server.parameters import (
     MAX_DEPTH,
     STRING,
@@ -22,6 +21,7 @@ from server.parameters import (
 )
 from server.python_calls import JSON_WORDS, KEYWORD
 from server.tools import ID_PATTERN, PROBE_ID, Tool, ToolFormat
+from text.grammar import schema_rule
 
 
 def literal(text: str, special: dict[str, int]) -> str:

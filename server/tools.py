@@ -26,7 +26,8 @@ from os.path import commonprefix
 from cli import UserError
 from server.parameters import ParameterFormat, spaced_pattern
 from server.python_calls import python_arguments
-from tokenizer import THINKING_MARKS, ChatTemplate, Tokenizer
+from text.chat_template import THINKING_MARKS, ChatTemplate
+from text.tokenizer import Tokenizer
 
 NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # a function's name: Anthropic's limit, OpenAI's is 64
 ID_PATTERN = "[a-zA-Z0-9]{9}"  # a call's id, in the formats that write ids (Mistral's)

@@ -118,7 +118,7 @@ def with_draft_layer(path: Path, config: Config, layout: Layout, found: dict[str
     if layout.draft_layer is None or config.recurrent is None:
         why = "such a layer is supported in Qwen3.5 only"
     elif not can_draft():
-        why = "mtp.py is missing"
+        why = "mixers/mtp.py is missing"
     else:
         config_with = dataclasses.replace(config, mtp=True)
         places = destinations(config_with, layout, found)

@@ -22,7 +22,7 @@ from sources.families import GGUF_FAMILIES
 from sources.fields import yarn_attention_factor
 from sources.gguf_header import TensorInfo, read_header, split_files
 from sources.gguf_tokenizer import gguf_tokenizer_files, short
-from tokenizer import TokenizerFiles
+from text.tokenizer import TokenizerFiles
 
 # The fields that are read or checked. Any other field of the architecture causes a warning.
 USED_FIELDS = """block_count context_length embedding_length feed_forward_length attention.head_count

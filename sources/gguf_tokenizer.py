@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from cli import UserError, first_line, print_status, printable
-from tokenizer import TokenizerFiles
+from text.tokenizer import TokenizerFiles
 
 START = "tokenizer.ggml."  # the names of the fields begin with this
 TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}

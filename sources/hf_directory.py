@@ -18,7 +18,7 @@ from cli import UserError, first_line, read_json
 from config import Config
 from sources.families import FAMILIES, Family, Layout
 from sources.fields import Fields
-from tokenizer import TokenizerFiles, read_template, read_tokenizer_files
+from text.tokenizer import TokenizerFiles, read_template, read_tokenizer_files
 
 # ---------------------------------------------------------------- config.json
 

@@ -5,12 +5,11 @@ import random
 
 import torch
 
-from checkpoint import Checkpoint, empty_model, open_directory, read_weights
+from checkpoint import Checkpoint, Writer, empty_model, open_directory, read_weights
 from config import Config, DeltaNet, Experts
 from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
+from mixers.recurrent import DeltaState
 from model import WHOLE_MODEL
-from recurrent import DeltaState
-from writer import Writer
 
 # What may stand in the place of any field of a model's config.
 STRANGE_VALUES = [
@@ -130,7 +129,7 @@ def delta_state(net, R, zeros=torch.zeros):
 
 
 def delta_inputs(net, B, S, seed=0):
-    """Random q, k, v, log_decay and beta of a pass, as kernels.gated_delta takes them."""
+    """Random q, k, v, log_decay and beta of a pass, as mixers.recurrent.gated_delta takes them."""
     generator = torch.Generator().manual_seed(seed)
     n = net.n_key_head
     m = net.n_value_head

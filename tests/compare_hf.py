@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import DTYPES, Checkpoint, check_memory
+from checkpoint import DTYPES, Checkpoint
 from cli import ArgumentParser, UserError, number, run_command
+from costs import check_memory, state_bytes
 from engine import check_prompt
 from generate import token_ids
 from load import load_model, open_checkpoint
-from model import state_bytes
 
 # Our name: Hugging Face's, in order of computation. A module's name stands for its output, .input for
 # its input. A family with other names in transformers needs them here.

@@ -45,7 +45,7 @@ from load import load_model, open_checkpoint
 from quantize import quantize_checkpoint
 from sources.opening import open_hf
 from sources.wheels import default_gguf
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 load.fastest_device = lambda: "cpu"  # also where there is a GPU: a test that needs one names it
 

@@ -11,7 +11,7 @@ from server.api import ServedModel
 from server.metrics import Metrics
 from server.pipe_messages import Settings, Update
 from server.request_fields import ApiError
-from tokenizer import TokenizerFiles, read_tokenizer_files
+from text.tokenizer import TokenizerFiles, read_tokenizer_files
 
 # This template writes everything that it gets, so that prompts show what was translated.
 TEMPLATE = """

@@ -24,7 +24,8 @@ from load import load_model
 from sampling import SamplingParams
 from serve import RunningRequest
 from server.pipe_messages import Update
-from tokenizer import ChatTemplate, TextStream, Tokenizer
+from text.chat_template import ChatTemplate
+from text.tokenizer import TextStream, Tokenizer
 
 CONTEXT = 1600
 ROWS = 4

@@ -14,12 +14,11 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import available_memory, check_memory, read_config
+from checkpoint import ShardFile, Writer, read_config
 from cli import UserError
 from config import Config
+from costs import available_memory, check_memory, state_bytes
 from load import load_model
-from model import state_bytes
-from writer import ShardFile, Writer
 
 SMALL = Config(1, 1, 1, 2, 2, 2, 2, 2)
 
@@ -98,7 +97,7 @@ def test_loads_in_the_dtype_asked_for(ours, dtype):
 
 def test_memory_is_refused_before_loading_with_both_numbers(monkeypatch):
     config = Config(40, 64, 8, 128, 8192, 28672, 128256, 131072)
-    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 30_000_000_000)
+    monkeypatch.setattr("costs.available_memory", lambda device: 30_000_000_000)
     with pytest.raises(UserError, match=r"needs 7\d\.\d\d GB .*7\d.\d\d weights, 0.17 KV cache.* 30.00 GB are free"):
         check_memory(config, "cpu", torch.bfloat16, state_bytes(config, 1, 1016, torch.bfloat16))
     small = Config(2, 4, 2, 8, 32, 64, 100, 64)
@@ -141,7 +140,7 @@ def test_writer_leaves_nothing_after_an_error(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
         raise ZeroDivisionError
-    monkeypatch.setattr("writer.ShardFile", Full)
+    monkeypatch.setattr("checkpoint.ShardFile", Full)
     why = "cannot write .*No space left on device; nothing was left"
     with pytest.raises(UserError, match=why), Writer(tmp_path / "out") as writer:
         writer.add("x", torch.zeros(3))
@@ -199,7 +198,7 @@ def test_a_checkpoint_that_was_moved_out_of_the_way_comes_back(tmp_path, monkeyp
             write(tmp_path / "out", 2.0)
     assert there() == 1
     (tmp_path / "out").rename(tmp_path / ".out.old.0123.tmp")  # as a killed writer leaves it
-    monkeypatch.setattr("writer.ABANDONED_S", 0.0)
+    monkeypatch.setattr("checkpoint.ABANDONED_S", 0.0)
     with pytest.raises(ZeroDivisionError), Writer(tmp_path / "out"):
         raise ZeroDivisionError
     assert there() == 1

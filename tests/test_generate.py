@@ -19,13 +19,14 @@ import generate as program
 from checkpoint import open_directory
 from cli import VERSION, UserError, piped_text, run_command
 from config import Config, RopeScaling
+from costs import weight_bytes
 from engine import Engine, Request, generate
 from generate import parse_arguments
 from load import choose_cache_length, load_model, open_checkpoint
-from report import measurements, weight_bytes
+from report import measurements
 from sampling import SamplingParams
 from sources.wheels import default_gguf
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
 JSON_FIELDS = """samples load_s compile_s time_to_first_token_s prefill_tokens_per_s decode_tokens_per_s

@@ -12,16 +12,16 @@ import cli
 
 # Each file may import only files above it. Only main() may import what its own command needs.
 ORDER = """
-    cli config kernels positions layers recurrent experts mtp model sampling formats
-    cpu.memory cpu.threads cpu.build cpu.layers cpu.install kernels_triton tp
-    tokenizer checkpoint writer ranks grammar
+    cli config backend kernels positions layers mixers.recurrent mixers.experts mixers.mtp model sampling formats
+    cpu.memory cpu.threads cpu.build cpu.layers cpu.install kernels_triton
+    text.tokenizer text.chat_template text.grammar checkpoint tp costs
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
     sources.gguf_file sources.hub sources.wheels sources.names
     sources.assemble sources.opening convert_hf_checkpoint
     report engine watchdog compile
     drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.mtp drafts.loading
     speculative
-    load chat generate
+    options load text.chat generate
     server.parameters server.python_calls server.tools server.tool_grammars server.answers
     server.pipe_messages server.request_fields server.openai_requests server.constraints server.chat_prompts
     server.answer_text server.api
@@ -31,10 +31,11 @@ ORDER = """
     quantize evaluate
 """.split()  # noqa: SIM905
 COMMANDS = ["generate", "serve", "evaluate"]  # nothing imports them
-ROOMS = ["cpu", "sources", "drafts", "server"]
+ROOMS = ["cpu", "drafts", "mixers", "server", "sources", "text"]
 # Files and folders that can be deleted together.
-OPTIONAL = ["chat", "speculative drafts", "tp ranks", "cpu", "kernels_triton", "recurrent mtp", "experts", "training"]
-OPTIONAL += ["serve server grammar", "evaluate", "sources convert_hf_checkpoint"]
+OPTIONAL = ["text/chat", "speculative drafts", "tp", "cpu", "kernels_triton", "mixers/recurrent mixers/mtp"]
+OPTIONAL += ["mixers/experts", "mixers", "training", "serve server text/grammar", "evaluate"]
+OPTIONAL += ["sources convert_hf_checkpoint"]
 
 TOP_LEVEL = sorted(ROOT.glob("*.py"))
 IN_ROOMS = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")) if path.stem != "__init__"]
@@ -68,9 +69,9 @@ def test_every_file_is_in_the_order():
 
 def test_the_readme_is_short_and_lists_each_file_once():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(readme.splitlines()) <= 160
-    lists = re.search(r"^## The files\n(.*?)^`generate.py` works without", readme, re.S | re.M)[1]
-    listed = re.findall(r"`(\w+)\.py`[:,]", lists) + re.findall(r"\[`(\w+)/`\]", lists)
+    assert len(readme.splitlines()) <= 167
+    lists = re.search(r"^## The files\n(.*?)^\*\*To copy\*\*", readme, re.S | re.M)[1]
+    listed = re.findall(r"`(\w+)\.py`:", lists) + re.findall(r"\[`(\w+)/`\]", lists)
     assert sorted(listed) == sorted([path.stem for path in TOP_LEVEL] + ROOMS)
 
 
@@ -99,11 +100,9 @@ def test_imports_in_functions_and_in_main_are_found():
 # ---------------------------------------------------------------- functions, statements and lines
 
 LINES = 60  # of a function
-PARAMETERS = 6  # of a function
 LONG_LINE = 100  # columns; the formatter allows 120
 LONG_LINES = 0.06  # the part of all lines that may be longer
 CONDITIONALS = 0.02  # conditional expressions a statement
-SCHEMAS = {"kernels.py", "kernels_triton.py"}  # the parameters of their functions are those of the operations
 PROGRAMS = [path for folder in ("training", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))]
 SEVERAL_VALUES = ast.Tuple | ast.List | ast.GeneratorExp | ast.ListComp
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -126,14 +125,10 @@ def is_condition(node: ast.AST) -> bool:
     return is_bool or negation or isinstance(node, ast.Compare | ast.BoolOp)
 
 
-def function_faults(node: ast.AST, takes_schemas: bool):
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+def function_faults(node: ast.AST):
     is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     if node.end_lineno - node.lineno >= LINES and not is_kernel:
         yield f"{node.name} has more than {LINES} lines"
-    if len(names) > PARAMETERS and not takes_schemas:
-        yield f"{node.name} has more than {PARAMETERS} parameters"
 
 
 def expression_faults(node: ast.AST):
@@ -158,17 +153,17 @@ def expression_faults(node: ast.AST):
                 yield "a list times a condition"
 
 
-def faults(tree: ast.AST, takes_schemas: bool = False):
+def faults(tree: ast.AST):
     """(line, what) of each function and statement in a file that does too much."""
     for node in ast.walk(tree):
         if isinstance(node, FUNCTIONS):
-            yield from ((node.lineno, fault) for fault in function_faults(node, takes_schemas))
+            yield from ((node.lineno, fault) for fault in function_faults(node))
         yield from ((node.lineno, fault) for fault in expression_faults(node))
 
 
 @pytest.mark.parametrize("path", [*PATHS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_statement_does_one_thing(path):
-    found = list(faults(ast.parse(path.read_text(encoding="utf-8")), path.name in SCHEMAS))
+    found = list(faults(ast.parse(path.read_text(encoding="utf-8"))))
     assert found == []
 
 
@@ -183,20 +178,19 @@ def test_conditional_expressions_and_long_lines_are_few():
 
 def test_faults_are_found():
     wrong = [
-        "def f(a, b, c, d, e, f, *, g): pass", "def f():" + "\n pass" * 60, "a, b = 1, 2", "a, b = (f(x) for x in y)",
+        "def f():" + "\n pass" * 60, "a, b = 1, 2", "a, b = (f(x) for x in y)",
         "[a, b] = f()", "a = b = c", "a = b if c else d if e else f", "a = (b if c else\n d)", "f(*(a, b))",
         "'s' * (n > 1)", "f'{x}' * many", "[x] * (a and b)", "[x] * (not a)",
     ]  # fmt: skip
     for source in wrong:
         assert len(list(faults(ast.parse(source)))) == 1, source
     right = [
-        "class C:\n def f(self, a, b, c, d, e, f): pass", "def f():" + "\n pass" * 59, "a, b, c = x.shape", "'-' * 8",
+        "def f():" + "\n pass" * 59, "a, b, c = x.shape", "'-' * 8",
         "a, *b = f()", "a = b, c, d", "a = b if c else d", "f(*a, *b.c)", "b' ' * (8 + n)", "'ab' * len(x)", "[0] * n",
         "x * (a > b)",
     ]  # fmt: skip
     for source in right:
         assert list(faults(ast.parse(source))) == [], source
-    assert list(faults(ast.parse(wrong[0]), takes_schemas=True)) == []
 
 
 FIRST_KERNEL = """if True:
@@ -221,9 +215,10 @@ def test_a_plain_prompt_imports_few_modules(tiny, python):
     command = [*python, "-c", FIRST_KERNEL.replace("OURS", repr({*FILES, *ROOMS})), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     names = done.stdout.split()
-    files = "checkpoint cli compile config engine formats generate kernels layers load model positions sampling"
+    files = "backend checkpoint cli compile config costs engine formats generate kernels layers load model options"
+    files += " positions sampling text text.chat_template text.tokenizer watchdog"
     others = [name for name in names if not name.startswith("cpu")]
-    assert others == [*files.split(), "tokenizer", "watchdog"], done.stderr
+    assert others == files.split(), done.stderr
     folder = {"cpu"} | {name for name in FILES if name.startswith("cpu.")}
     assert {name for name in names if name.startswith("cpu")} <= folder
 
@@ -243,7 +238,8 @@ GENERATE = """if True:
 
 
 def test_the_optional_files_are_those_that_a_command_may_miss():
-    assert sorted(" ".join(OPTIONAL).split()) == sorted(cli.OPTIONAL)
+    names = " ".join(OPTIONAL).replace("/", ".").split()
+    assert sorted(name for name in names if not name.startswith("mixers.")) == sorted(cli.OPTIONAL)
 
 
 @pytest.mark.slow
@@ -257,7 +253,10 @@ def test_generation_works_without_optional_files(tiny, tmp_path, python):
             shutil.copy(path, copy)
         for name in absent.split():
             path = copy / name
-            shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.parent.exists():  # its folder was deleted before it
+                path.with_suffix(".py").unlink(missing_ok=True)
     options = ["--prompt_ids", "5,6,7", "--max_new_tokens", "3", "--checkpoint_path", str(tiny("llama-mha")[2])]
     done = subprocess.run([*python, "-c", GENERATE, *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("all ran\n"), done.stderr

@@ -9,8 +9,10 @@ import time
 import pytest
 import torch
 
+import backend
 import kernels
-from kernels import attention_eager_cpu, attention_reference, attention_torch, survives
+from backend import survives
+from kernels import attention_eager_cpu, attention_reference, attention_torch
 
 VERSIONS = (attention_reference, attention_torch, attention_eager_cpu)
 
@@ -140,8 +142,8 @@ def test_guard_limits_onednn_only_where_amx_kills(monkeypatch):
     def outcome(supported, alive, **environment):
         monkeypatch.setattr(os, "environ", environment)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported)
-        monkeypatch.setattr(kernels, "survives", lambda work: alive)
-        kernels.guard_amx()
+        monkeypatch.setattr(backend, "survives", lambda work: alive)
+        backend.guard_amx()
         return environment.get("ONEDNN_MAX_CPU_ISA")
 
     assert outcome(True, False) == "AVX512_CORE_FP16"

@@ -23,12 +23,14 @@ with INTERPRET:
     import kernels_triton as kt
 
 import kernels
+from backend import Backend
 from config import Config, Experts, RopeScaling
 from cpu.build import load_kernels
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, StackedLinear, pack, quantize_model
-from kernels import attention_reference, gated_delta
+from kernels import attention_reference
 from layers import Linear, RMSNorm
 from load import load_model
+from mixers.recurrent import gated_delta
 from positions import rope_table, rotate
 from quantize import quantize_checkpoint
 
@@ -549,7 +551,7 @@ def test_the_same_tokens_as_plain_torch(models, name, quantization):
         expected = greedy(plain, prompts, 3, length=40)
     assert greedy(ours, prompts, 3, length=40) == expected
     if (name, quantization) not in MODELS:
-        ours.backend = kernels.Backend()
+        ours.backend = Backend()
         assert greedy(ours, prompts, 3, length=40) == expected
 
 

@@ -19,7 +19,8 @@ from checkpoint import open_directory
 from cli import UserError
 from convert_hf_checkpoint import convert
 from formats import Quantization
-from load import DraftOption, ModelOptions, default_params, open_checkpoint
+from load import default_params, open_checkpoint
+from options import DraftOption, ModelOptions
 from quantize import quantize_checkpoint
 from sampling import DEFAULTS
 from server.api import ServedModel

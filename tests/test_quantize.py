@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantize
-from checkpoint import empty_model, read_quantization, total_weight_bytes
+from checkpoint import Writer, empty_model, read_quantization
 from cli import UserError
 from config import Config
+from costs import roofline, total_weight_bytes, weight_bytes
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
 from layers import ExpertStack
 from load import load_model
 from quantize import quantize_checkpoint
-from report import roofline, weight_bytes
-from writer import Writer
 
 ROUNDING = 3e-7  # float32 rounding errors, as a fraction of the largest weight
 
@@ -438,7 +437,7 @@ def test_gptq_of_experts(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_calibration_text_of_a_file(default_checkpoint, tmp_path):
-    from tokenizer import Tokenizer
+    from text.tokenizer import Tokenizer
 
     model, tokenizer, path = load_model(default_checkpoint), Tokenizer(default_checkpoint), tmp_path / "text"
     path.write_text("one two three " * 900)

@@ -22,9 +22,9 @@ from conftest import ROOT
 from packaging.requirements import Requirement
 from test_house import FILES, PATHS, PROGRAMS
 
+from costs import roofline
 from formats import Quantization
 from generate import parse_arguments
-from report import roofline
 from sources.families import FAMILIES
 from sources.hf_directory import hf_config
 

@@ -26,7 +26,7 @@ from layers import Linear
 from load import load_model
 from sampling import SamplingParams
 from sources.opening import open_gguf
-from tokenizer import ChatTemplate
+from text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.full
 FORMATS = {"qwen2.5-coder-1.5b": {"q4_k", "q6_k"}, "qwen2.5-coder-0.5b": {"q5_0", "q8_0", "q4_k", "q6_k"}}

@@ -12,14 +12,14 @@ from programs import main
 from torch.utils.flop_counter import FlopCounterMode
 
 import report
-from checkpoint import total_weight_bytes
 from cli import UserError
+from costs import roofline, total_weight_bytes, weight_bytes
 from engine import Engine, Request, StepFunctions, generate
-from experts import run_experts
 from formats import Quantization
 from load import load_model
+from mixers.experts import run_experts
 from quantize import quantize_checkpoint
-from report import measurements, roofline, weight_bytes
+from report import measurements
 from sampling import SamplingParams
 
 

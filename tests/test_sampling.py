@@ -18,8 +18,8 @@ from programs import main
 
 import sampling
 from cpu.build import load_kernels
-from kernels import KERNELS, exponential_noise, scramble
-from sampling import Sampling, SamplingParams
+from kernels import KERNELS
+from sampling import Sampling, SamplingParams, exponential_noise, scramble
 
 DRAWS = 10_000
 P_VALUE = 1e-3  # of chi-square tests; seeds are fixed, so a test always passes or always fails

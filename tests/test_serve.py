@@ -59,7 +59,7 @@ from server.answer_text import AnswerText
 from server.connections import MAX_HEAD_BYTES
 from server.pipe_messages import TextRequest
 from server.request_fields import MAX_BODY_BYTES
-from tokenizer import TextStream
+from text.tokenizer import TextStream
 
 pytestmark = pytest.mark.slow
 

@@ -21,6 +21,7 @@ from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, s
 import speculative
 from cli import UserError
 from compile import compile_counts, compiled_steps, warm_up
+from costs import weight_bytes
 from drafts import draft_model, loading
 from drafts.controller import Candidate
 from drafts.draft import MAX_K, Draft, Proposal
@@ -30,9 +31,9 @@ from drafts.loading import lookup_name, read_lookup_text
 from drafts.retrieval import RetrievalDraft
 from engine import Engine, EngineOptions, Request, StepFunctions, generate
 from formats import Quantization, quantize_model
-from load import DraftOption, install_kernels, load_model
+from load import install_kernels, load_model
+from options import DraftOption
 from quantize import quantize_checkpoint
-from report import weight_bytes
 from sampling import SamplingParams, sample
 from speculative import DraftedTokens, Report, Speculation
 

@@ -19,17 +19,16 @@ from cases import random_blocks, read_model, write_random
 from conftest import ROOT, VOCABULARY
 from tp_worker import PROMPTS, outcome
 
-from checkpoint import empty_model, open_directory
+from checkpoint import Writer, empty_model, open_directory
 from cli import UserError
 from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from drafts.loading import Drafts
 from engine import SingleProcess
 from formats import FORMATS, Quantization, QuantizedLinear, quantize_model
-from load import Loader, ModelOptions, load_model
+from load import Loader, load_model
+from options import ModelOptions
 from quantize import quantize_checkpoint
-from ranks import TIMEOUT_S
-from tp import SPLIT, Shard, check
-from writer import Writer
+from tp import SPLIT, TIMEOUT_S, Shard, check
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of the order of 1 to 10
 LAUNCH_S = 60  # to start and end a few ranks on a busy machine

@@ -42,7 +42,7 @@ MIXED += [SamplingParams(temperature=0.0, repetition_penalty=1.3), DRAWN[0]]
 
 
 class GroupRanks:
-    """The part of ranks.Ranks that the engine needs, for a process group."""
+    """The part of tp.Ranks that the engine needs, for a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -178,7 +178,7 @@ def sabotage(rank: int, step: str, how: str):
         return real(*arguments)
 
     program.load_engine = with_step(program.load_engine, step, broken)
-    from ranks import run_together
+    from tp import run_together
 
     run_together(program.main)
 

@@ -22,15 +22,17 @@ from teacher import Span, TeacherText, frequent_tokens, new_token_positions, rea
 from torch import Tensor
 
 import checkpoint as ck
+from checkpoint import Writer, is_replaceable
 from cli import UserError, number, positive, print_status, run_command
 from config import Config
+from costs import total_weight_bytes
 from drafts.draft_model import output_head_rows
 from formats import Quantization
 from kernels import without_kernels
 from load import load_model, open_checkpoint
 from model import Transformer, pad_rows
-from tokenizer import TokenizerFiles, answer_end_ids
-from writer import Writer, is_replaceable
+from text.chat_template import answer_end_ids
+from text.tokenizer import TokenizerFiles
 
 BATCH_TOKENS = 2048
 LEARNING_RATE = 5e-3
@@ -190,7 +192,7 @@ class Distillation:
 
 def write_draft(draft: Transformer, tokenizer_files: TokenizerFiles, out: Path):
     """Write a checkpoint in bfloat16."""
-    with Writer(out, ck.total_weight_bytes(draft.config, torch.bfloat16)) as writer:
+    with Writer(out, total_weight_bytes(draft.config, torch.bfloat16)) as writer:
         for name, tensor in draft.state_dict().items():
             writer.add(name, tensor.to(torch.bfloat16))
         writer.add_config(draft.config)
@@ -218,7 +220,7 @@ def main():
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
     int8 = Quantization("int8", 32, "int8")
-    megabytes = ck.total_weight_bytes(config, torch.bfloat16, int8) / 1e6
+    megabytes = total_weight_bytes(config, torch.bfloat16, int8) / 1e6
     print_status(f"the draft will have {megabytes:.1f} MB in int8")
 
     head = output_head_rows(target, torch.arange(config.vocab_size)).to(torch.bfloat16)

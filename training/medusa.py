@@ -25,7 +25,7 @@ from cli import UserError, positive, print_status, run_command
 from drafts.draft_model import output_head_rows
 from drafts.heads import HeadsFile, block_input, pack_heads, save_heads
 from load import load_model, open_checkpoint
-from tokenizer import answer_end_ids
+from text.chat_template import answer_end_ids
 
 BATCH_TOKENS = 1024
 PEAK = 3e-3  # learning rate

@@ -43,7 +43,7 @@ from engine import Engine, Request, StepFunctions, draw
 from load import load_model, open_checkpoint
 from model import Transformer
 from sampling import SamplingParams
-from tokenizer import ChatTemplate
+from text.chat_template import ChatTemplate
 
 FIRST_LINE = '{"index": '  # how the first line of a file of samples begins
 TEMPERATURE = 0.8  # of the sampled half of the answers, and of the questions

@@ -1,0 +1,197 @@
+"""What a model costs: the bytes of its weights, caches and states, and what a pass reads of them.
+
+Read down: WeightReads, what a pass reads; the roofline; the memory that a model needs, and whether
+a device has it. Nothing is measured here: report.py does that.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from checkpoint import dtype_of, empty_model
+from cli import UserError
+from config import Config
+from layers import MatrixLayer
+from model import SCRATCH_SLOTS, Transformer, layer_position_bytes, position_bytes
+
+
+class WeightReads(NamedTuple):
+    """The bytes of weights that a pass of a model reads."""
+
+    dense: float  # of the weights that each pass reads
+    row: float = 0.0  # of a token's vector, if the embedding table is only looked up
+    experts: tuple[float, ...] = ()  # of one expert of each sparse layer
+    n_expert: int = 1  # X
+    n_active: int = 1  # the experts that a token uses
+
+    def total(self, tokens: float) -> float:
+        """The bytes of a pass over this many tokens."""
+        return self.dense + tokens * self.row + self.of_experts(tokens)
+
+    def of_experts(self, tokens: float) -> float:
+        """The expected bytes of experts of a pass over this many tokens, if each of them chooses its
+        experts at random. Several tokens read an expert once, so these are those of
+        X (1 - (1 - k / X)^tokens) experts in each sparse layer."""
+        chosen = self.n_expert * (1 - (1 - self.n_active / self.n_expert) ** tokens)
+        return chosen * sum(self.experts)
+
+
+def reads_of(layers: Iterable[nn.Module], sparse: Iterable[nn.Module]) -> WeightReads:
+    """What a pass reads of these layers. sparse: those of the experts.SparseMLP in them."""
+    total = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+    sparse = list(sparse)
+    if not sparse:
+        return WeightReads(total)
+    X = sparse[0].X
+    experts = []
+    for layer in sparse:
+        tensors = [*layer.gate_up.state_dict().values(), *layer.down.state_dict().values()]
+        experts.append(sum(tensor.nbytes for tensor in tensors) / X)
+    return WeightReads(total - X * sum(experts), 0.0, tuple(experts), X, sparse[0].k)
+
+
+def weight_reads(model: Transformer) -> WeightReads:
+    """What a decode step reads.
+
+    It reads all weights once, except for the experts that no token has chosen, and an embedding
+    table that is not tied to the output head: of this table, it reads one vector per row. The layer
+    that drafts tokens (mtp) does not count.
+    """
+    layers = dict(model.named_children())
+    layers.pop("mtp", None)
+    table = 0
+    if model.output is not None:
+        table = sum(tensor.nbytes for tensor in layers.pop("embedding").state_dict().values())
+    reads = reads_of(layers.values(), [block.experts for block in model.blocks if block.experts is not None])
+    return reads._replace(row=table / model.config.vocab_size)
+
+
+def weight_bytes(model: Transformer, rows: float) -> float:
+    """Bytes of weights that one decode step of this many rows reads: see `weight_reads`."""
+    return weight_reads(model).total(rows)
+
+
+def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, rows=1, quantization=None) -> dict:
+    """FLOPs and bytes per token of a decode step of `rows` rows with `context` positions each.
+
+    bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
+    There are two FLOPs for each weight of a matrix, four for each element of a query and each
+    position that it attends to, and seven for each element of a gated delta net's matrices. Of
+    experts, those that a token uses count.
+    """
+    model = empty_model(replace(config, mtp=False), quantization)
+    model.activation_dtype = dtype
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        tensor.data = tensor.to(dtype_of(name, tensor, config, dtype))
+
+    matrices = multiplied_weights(model)
+    attending = [layer for layer in range(config.n_layer) if config.has_attention(layer)]
+    attended = sum(min(context, config.window(layer) or context) for layer in attending)
+    net = config.delta_net
+    updated = 0 if net is None else len(net.layers) * net.matrix_elements
+    state = model.recurrent_bytes
+    flops = 2 * matrices + 4 * config.n_head * config.head_dim * attended + 7 * updated
+    weights = weight_bytes(model, rows)
+    kv = model.kv_bytes([context] * rows)
+    return {
+        "flops_per_token": flops,
+        "weight_bytes_per_token": weights / rows,
+        "kv_bytes_per_token": kv / rows,
+        "state_bytes_per_token": state,
+        "bandwidth_bytes_per_s": bandwidth,
+        "bound_tokens_per_s": bandwidth * rows / (weights + kv + rows * state),
+    }
+
+
+def multiplied_weights(model: Transformer) -> int:
+    """How many weights a token is multiplied with."""
+    layers = [module for module in model.modules() if isinstance(module, MatrixLayer)]
+    if model.output is not None:
+        layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
+    total = 0
+    for layer in layers:
+        active = model.config.experts.n_active if layer.n_expert > 1 else 1
+        total += layer.in_features * layer.out_features // layer.n_expert * active
+    routers = ("router.weight", "shared_gate.weight")
+    return total + sum(weight.numel() for name, weight in model.named_parameters() if name.endswith(routers))
+
+
+def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
+    """The bytes that Transformer.setup_caches takes for a whole model."""
+    T = length + SCRATCH_SLOTS
+    kv_bytes = rows * T * position_bytes(config, dtype)
+    if config.recurrent is None:
+        return kv_bytes
+
+    from mixers.recurrent import make_states, snapshot_slots
+
+    slots = snapshot_slots(config, rows, T, kv_bytes, dtype, snapshot_bytes)
+    states = make_states(config)
+    total = kv_bytes + sum(state.nbytes(rows, T, dtype) + slots * state.snapshot_bytes(dtype) for state in states)
+    return total + rows * T * layer_position_bytes(config, dtype) * config.mtp
+
+
+# ---------------------------------------------------------------- memory
+
+
+def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
+    """The bytes of all weights, if those that are not quantized have this dtype."""
+    total = 0
+    for name, tensor in empty_model(config, quantization).state_dict().items():
+        total += tensor.numel() * dtype_of(name, tensor, config, dtype).itemsize
+    return total
+
+
+def available_memory(device) -> int:
+    """The bytes that can still be allocated on a device, without swap.
+
+    On Linux, the limit of the cgroup is respected.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return free
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, but is freed when memory is needed.
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        return min(free, int(limit) - used + cached)
+    except (OSError, ValueError, KeyError):
+        return free
+
+
+def check_memory(config: Config, device, dtype: torch.dtype, caches: int, quantization=None, portion=1.0):
+    """UserError, with the bytes needed and free, if a model and its caches do not fit on device.
+
+    caches: the bytes of the caches of the whole model (costs.state_bytes).
+    portion: the fraction of a split model that is on this device.
+    """
+    weights = total_weight_bytes(config, dtype, quantization) * portion
+    caches = caches * portion
+    free = available_memory(device)
+    if weights + caches > free:
+        need = f"{(weights + caches) / 1e9:.2f} GB on {device}"
+        parts = f"{weights / 1e9:.2f} weights, {caches / 1e9:.2f} KV cache"
+        raise UserError(
+            f"the model needs {need} ({parts}), but {free / 1e9:.2f} GB are free; "
+            "take a smaller model, dtype, batch or --max_seq_length"
+        )

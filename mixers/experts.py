@@ -1,0 +1,169 @@
+"""Sparse layers: a router chooses a few small MLPs, the experts, for each token.
+
+    logits = router x, one for each of X experts, in float32
+    the k experts with the largest logits are chosen; of equal logits, those of the lower numbers
+    weights = softmax(logits) of the chosen experts; in most families divided by their sum
+    y = the sum of weight * MLP(x) over the chosen experts, in the order of their logits
+    y += sigmoid(gate x) * MLP(x) of the shared expert, if there is one
+
+So a token is multiplied with k of X experts, and a step reads only the experts that its tokens have
+chosen. docs/experts.md has the numbers.
+
+Read down: SparseMLP, the layer; Router; the loop over the experts, in plain PyTorch. kernels.py
+says which operation computes the same with the kernels of a device. A model without experts needs
+nothing of this file.
+
+Shapes as in model.py; X experts, k experts for each token, M = B * S tokens, F hidden units of one
+expert.
+
+Sources: sparsely gated experts (arXiv:1701.06538), Mixtral (arXiv:2401.04088), Qwen3
+(arXiv:2505.09388), Qwen3.5.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import Config
+from kernels import MAX_DECODE_TOKENS, define_reference, linear
+from layers import ExpertStack, empty_parameter
+
+# In prefill, torch multiplies with weights that are not quantized. It may sum in another order for
+# fewer rows than this, so an expert of fewer tokens gets rows of zeros: its bits must not depend on
+# other tokens.
+PREFILL_ROWS = 32
+
+
+class SparseMLP(nn.Module):
+    """Experts in the place of an MLP."""
+
+    counts: Tensor  # see `set_counts`
+
+    def __init__(self, config: Config, shared: nn.Module | None):
+        """shared: the MLP of the shared expert, if the model has one."""
+        super().__init__()
+        experts = config.experts
+        self.X = experts.n_expert
+        self.k = experts.n_active
+        self.normalized = experts.normalized
+        self.router = Router(config.dim, self.X)
+        self.gate_up = ExpertStack(config.dim, 2 * experts.hidden_dim, self.X)  # of each: rows gate, then up
+        self.down = ExpertStack(experts.hidden_dim, config.dim, self.X)
+        self.shared = shared
+        self.shared_gate = None if shared is None else Router(config.dim, 1)
+        # What a backend.Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the layer
+        self.run: Callable | None = None
+        self.max_run_tokens = 0  # it takes passes of up to this many new tokens per row
+        self._register()
+
+    def _register(self):
+        self.number = next(NUMBERS)
+        LAYERS[self.number] = self
+
+    def __setstate__(self, state):  # a copy gets a number of its own
+        super().__setstate__(state)
+        self._register()
+
+    def set_counts(self, counts: Tensor):
+        """counts (X+1,) int64: how many tokens have used each expert, and for how many experts a pass
+        has read the weights. Passes add to it."""
+        # As a buffer, it may change in a CUDA graph.
+        self.register_buffer("counts", counts, persistent=False)
+
+    def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
+        """x (B,S,D) to (B,S,D). input_pos (B,S): -1 is padding, which uses no expert."""
+        if self.run is not None and x.shape[1] <= self.max_run_tokens:
+            return self.run(x, input_pos, self.counts)
+
+        ids, weights = self.choose(x)  # (B,S,k)
+        ids = torch.where(input_pos[:, :, None] >= 0, ids, -1)
+        self.count(ids)
+
+        few = x.shape[1] <= MAX_DECODE_TOKENS
+        run = torch.ops.fastpath.experts.default
+        y = run(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), self.number, few).view(x.shape)
+        if self.shared is not None:
+            y = y + self.shared_gate(x).sigmoid() * self.shared(x)
+        return y.to(x.dtype)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of the experts of tokens x (B,S,D), (B,S,k) int64, and their weights (B,S,k)
+        float32."""
+        logits = self.router(x)  # (B,S,X)
+        # torch.topk says nothing about the order of equal logits.
+        ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        if self.normalized:
+            return ids, logits.gather(-1, ids).softmax(-1)
+        return ids, logits.softmax(-1).gather(-1, ids)
+
+    def count(self, ids: Tensor):
+        """Add the experts of a pass to `counts`."""
+        used = torch.where(ids >= 0, ids, self.X).flatten()
+        tokens = torch.zeros_like(self.counts).scatter_add(0, used, torch.ones_like(used))
+        tokens[self.X] = (tokens[: self.X] > 0).sum()  # in the place of the number of padding
+        self.counts.add_(tokens)
+
+
+class Router(nn.Module):
+    """x W^T in float32: the logits of the experts, or of the gate of the shared expert."""
+
+    bias = None  # so that it can be prepared for the kernels as a Linear
+
+    def __init__(self, dim: int, n: int):
+        super().__init__()
+        self.weight = empty_parameter(n, dim)  # float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x.float(), self.weight)
+
+
+# ---------------------------------------------------------------- the loop over the experts
+
+# torch.compile cannot trace this loop, because which experts run depends on values. So it is an
+# operation, and as an operation cannot have a layer as its argument, it gets the layer's number.
+LAYERS: weakref.WeakValueDictionary[int, SparseMLP] = weakref.WeakValueDictionary()
+NUMBERS = itertools.count()
+
+
+def run_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: int, few: bool) -> Tensor:
+    """The sums of the experts' outputs (M,D) float32 for tokens x (M,D), which use the experts ids
+    (M,k), -1 for none, with weights (M,k) float32.
+
+    few: this is a pass of few tokens per row, whose products the kernels compute.
+    """
+    experts = LAYERS[layer]
+    M, k = ids.shape
+    order = ids.flatten().argsort(stable=True)  # the choices of a token have the numbers token * k + i
+    counts = (ids.flatten() + 1).bincount(minlength=experts.X + 1).tolist()
+    start = counts.pop(0)  # those of padding
+
+    outputs = x.new_zeros(M * k, x.shape[1])
+    for e, count in enumerate(counts):
+        if count == 0:
+            continue
+        choices = order[start : start + count]
+        start += count
+        h = x[choices // k]
+        if not few:
+            # (1,rows,D): the kernels leave passes of many tokens S to torch. See kernels.linear.
+            h = F.pad(h, (0, 0, 0, max(0, PREFILL_ROWS - count)))[None]
+        gate, up = experts.gate_up.multiply_expert(h, e).chunk(2, dim=-1)
+        y = experts.down.multiply_expert(F.silu(gate) * up, e)
+        outputs[choices] = y.view(-1, x.shape[1])[:count]
+
+    outputs = outputs.view(M, k, -1)
+    total = outputs[:, 0] * weights[:, :1]
+    for i in range(1, k):
+        total = total + outputs[:, i] * weights[:, i : i + 1]
+    return total
+
+
+define_reference(
+    "experts(Tensor x, Tensor ids, Tensor weights, int layer, bool few) -> Tensor",
+    run_experts,
+    lambda x, *rest: torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format),
+)

@@ -153,6 +153,8 @@ def with_used_layers(checkpoint: Checkpoint, options: ModelOptions, device: torc
         is_used = options.drafts_by_default and device.type == "cpu"
         return checkpoint if is_used else checkpoint.without_mtp()
     if not checkpoint.config.mtp:
+        import mixers.mtp  # noqa: F401  if the file is missing, the error says so
+
         what = "has no layer that drafts tokens, or one of another kind"
         if checkpoint.config.delta_net is None:
             what = "has no layer that drafts tokens: only Qwen3.5 to 3.8 have one"

@@ -70,12 +70,14 @@ class Installer:
     """Puts the kernels of a device into a model, layer by layer while the model is read.
 
     Each tensor goes through `place`, each layer that has all its tensors through `pack`, and at the
-    end `finish` says what the model can rely on. A model that is in memory already needs `finish`
-    only.
+    end `finish` says what the model can rely on. In a model that is in memory already, each layer goes
+    through `pack` only.
 
     These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have
     others.
     """
+
+    formats = ()  # the quantized formats that have kernels on this device (formats.FORMATS)
 
     def __init__(self, model, kernels="auto", exact_activations=False):
         """model: may still be empty, on the meta device. The others are options: see
@@ -100,7 +102,7 @@ class Installer:
         """Replace the layer with this name by one with packed weights, if kernels can use it."""
 
     def finish(self):
-        """Pack the layers that have not been packed yet, and return the Backend."""
+        """The Backend, once all layers have gone through `pack`."""
         return Backend()
 
 

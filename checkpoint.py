@@ -30,8 +30,9 @@ from safetensors import SafetensorError, safe_open
 
 from backend import Installer
 from cli import UserError, and_more, check_is_file, print_status, progress_bar, read_json
-from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
-from formats import Quantization, swap
+from config import PARTS, Config, RopeScaling
+from formats import Quantization, Repacking, swap
+from layers import LayerNorm, RMSNorm
 from model import WHOLE_MODEL, Transformer
 from sampling import RECOMMENDED
 from text.tokenizer import TEMPLATE, TOOL_TEMPLATE, Tokenizer, TokenizerFiles, read_tokenizer_files
@@ -47,15 +48,6 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
-# The names of tensors that are float32 in a model of any dtype end so (mixers/recurrent.py, mixers/experts.py).
-FLOAT32_TENSORS = (
-    ".conv.weight",
-    ".conv.bias",
-    ".decay.weight",
-    ".decay.bias",
-    ".router.weight",
-    ".shared_gate.weight",
-)
 DRAFT_LAYER = "mtp."  # the names of the tensors of mtp.DraftLayer begin so
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
@@ -69,14 +61,16 @@ class Checkpoint:
     path: Path
     config: Config
     quantization: Quantization | None
-    # Checks that the files hold exactly the tensors of the model, and returns a DirectoryWeights or a
-    # sources.assemble.AssembledWeights.
-    open_weights: Callable[[], Any]
+    # open_weights(model) checks that the files hold exactly the tensors of a whole model on the meta
+    # device, and returns a DirectoryWeights or a sources.assemble.AssembledWeights.
+    open_weights: Callable[[Transformer], Any]
     read_tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
     name: str = ""  # the model's name for users; "" means that of the path
     # The sampling settings that the model's files recommend: see sampling.recommended_params.
     recommended: dict = field(default_factory=dict)
+    # The whole model on the meta device, if it was made to open the files. The first load takes it.
+    made_model: Transformer | None = None
 
     def __post_init__(self):
         self.name = self.name or self.path.resolve().name.removesuffix(".gguf")
@@ -90,18 +84,25 @@ class Checkpoint:
         return Tokenizer(self.tokenizer_files)
 
     def without_mtp(self) -> "Checkpoint":
-        """The model without the layer that drafts tokens, if it has one."""
-        return replace(self, config=replace(self.config, mtp=False))
+        """The model without the MTP layer, if it has one."""
+        if not self.config.mtp:
+            return self
+        model = self.made_model
+        self.made_model = None
+        if model is not None:
+            model.remove_mtp()
+        return replace(self, config=replace(self.config, mtp=False), made_model=model)
 
-    def empty_model(self, shard=WHOLE_MODEL) -> Transformer:
-        """The model without its weights, or one rank's part of it (shard: a tp.Shard).
+    def empty_model(self, shard=WHOLE_MODEL, whole: Transformer | None = None) -> Transformer:
+        """The model on the meta device, or one rank's part of it (shard: a tp.Shard).
 
-        UserError if the model cannot be split.
+        whole: the whole model, if it was made already. UserError if the model cannot be split.
         """
-        model = empty_model(self.config, self.quantization)
-        if shard.ranks == 1:
-            return model
-        return empty_model(self.config, self.quantization, shard.fit(model))
+        if shard.ranks > 1:
+            return empty_model(self.config, self.quantization, shard.fit(whole or self.empty_model()))
+        model = self.made_model
+        self.made_model = None
+        return empty_model(self.config, self.quantization) if model is None else model
 
 
 class FileStates:
@@ -153,21 +154,32 @@ def empty_model(config: Config, quantization: Quantization | None = None, shard=
 
 
 def read_weights(
-    checkpoint: Checkpoint, model: Transformer, device="cpu", dtype=torch.bfloat16, installer: Installer | None = None
+    checkpoint: Checkpoint,
+    model: Transformer,
+    device="cpu",
+    dtype=torch.bfloat16,
+    installer: Installer | None = None,
+    repacking: Repacking | None = None,
+    whole: Transformer | None = None,
+    weights=None,
 ) -> Transformer:
     """Fill a model that `Checkpoint.empty_model` has made, layer by layer. Returns the model.
 
     Weights that are not quantized get `dtype`, in which the model then computes. Besides the model,
     at most one layer is in memory. installer: packs each layer for the kernels of the device.
+    repacking: replaces layers whose formats have no kernels. whole: the whole model on the meta
+    device, if `model` is a rank's part. weights: what checkpoint.open_weights(whole) has returned.
     UserError if a weight is NaN or infinity.
     """
     installer = installer or Installer(model)
-    weights = checkpoint.open_weights()
-    expected = checkpoint.empty_model().state_dict()
-    dtypes = {name: dtype_of(name, expected[name], checkpoint.config, dtype) for name in expected}
-    parts = dict.fromkeys(expected)
+    if whole is None:
+        whole = model if model.shard.ranks == 1 else checkpoint.empty_model()
+    if weights is None:
+        weights = checkpoint.open_weights(whole)
+    dtypes = tensor_dtypes(whole, dtype)
+    parts = dict.fromkeys(dtypes)
     if model.shard.ranks > 1:
-        parts = model.shard.slices(checkpoint.empty_model())
+        parts = model.shard.slices(whole)
     model.activation_dtype = dtype if checkpoint.config.float32_norms else None
 
     total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
@@ -175,7 +187,7 @@ def read_weights(
         installer.reserve(total)
     # The blocks are last, because the largest tensors, which are outside of them, need the most
     # memory while they are packed.
-    ordered = sorted(expected, key=lambda name: name.startswith("blocks."))
+    ordered = sorted(dtypes, key=lambda name: name.startswith("blocks."))
     with progress_bar(total, f"loading {checkpoint.name}", "B", delay=2) as bar, checkpoint.files.unchanged():
         for layer, names in groupby(ordered, layer_of):
             for name in names:
@@ -187,6 +199,8 @@ def read_weights(
                 model.get_submodule(module).load_state_dict({kind: tensor}, strict=False, assign=True)
                 bar.update(tensor.nbytes)
             del tensor  # so that the kernels can free what they pack
+            if repacking is not None:
+                repacking.replace(model, layer)
             installer.pack(layer)
     return model.eval()
 
@@ -199,16 +213,17 @@ def check_finite(tensor: torch.Tensor, name: str):
         raise UserError(f"{name} holds NaN or infinity in {dtype}")
 
 
-def dtype_of(name: str, tensor: torch.Tensor, config: Config, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a model whose unquantized weights get `dtype`.
-
-    tensor: as empty_model has it, where unquantized weights are float32.
-    """
-    if tensor.dtype != torch.float32:
-        return tensor.dtype
-    if config.float32_norms and name.endswith("norm.weight"):
-        return torch.float32
-    return torch.float32 if name.endswith(FLOAT32_TENSORS) else dtype
+def tensor_dtypes(model: Transformer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """name -> dtype, of the tensors of a model (on the meta device) whose unquantized weights get `dtype`."""
+    dtypes = {}
+    for name, tensor in model.state_dict().items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_norm = isinstance(module, (RMSNorm, LayerNorm))
+        is_float32 = getattr(module, "is_float32", False) or (is_norm and model.config.float32_norms)
+        dtypes[name] = tensor.dtype
+        if tensor.dtype == torch.float32 and not is_float32:
+            dtypes[name] = dtype
+    return dtypes
 
 
 def layer_of(name: str) -> str:
@@ -226,7 +241,7 @@ def open_directory(directory: Path) -> Checkpoint:
     files = FileStates(directory)
     config = read_config(directory)
     quantization = read_quantization(directory)
-    weights = partial(DirectoryWeights, directory, config, quantization)
+    weights = partial(DirectoryWeights, directory)
     tokenizer = partial(read_tokenizer_files, directory)
     recommended = read_recommended(directory)
     return Checkpoint(directory, config, quantization, weights, tokenizer, files, recommended=recommended)
@@ -244,8 +259,9 @@ class DirectoryWeights:
 
     is_mapped = True  # a tensor is a part of a mapped file
 
-    def __init__(self, directory: Path, config: Config, quantization: Quantization | None):
-        self.files = checked_files(directory, empty_model(config, quantization).state_dict())
+    def __init__(self, directory: Path, model: Transformer):
+        """model: whole, on the meta device."""
+        self.files = checked_files(directory, model.state_dict())
         self.reader = SafetensorsReader()
 
     def read(self, name: str, part=None) -> torch.Tensor:
@@ -292,8 +308,7 @@ def read_quantization(directory: Path) -> Quantization | None:
 def make_config(path: Path, **fields) -> Config:
     """A Config from the fields of a JSON file. If they are not valid, a UserError names the file."""
     try:
-        parts = {"rope_scaling": RopeScaling, "delta_net": DeltaNet, "short_conv": ShortConv, "experts": Experts}
-        for name, kind in parts.items():
+        for name, kind in ({"rope_scaling": RopeScaling} | PARTS).items():
             part = fields.get(name)
             if part is not None and not isinstance(part, kind):
                 fields[name] = kind(**with_tuples(dict(part)))
@@ -378,12 +393,13 @@ def checked_files(directory: Path, expected: dict[str, torch.Tensor]) -> dict[st
 
     expected: tensors on the meta device. For float32, every floating-point dtype is allowed.
     """
+    has_mtp = any(name.startswith(DRAFT_LAYER) for name in expected)  # otherwise the layer is left out
     files = {}
     found = {}  # name -> (shape, dtype)
     for path in weight_paths(directory):
         header = safetensors_header(path)
         files |= dict.fromkeys(header, path)
-        found |= {name: header[name] for name in header if can_draft() or not name.startswith(DRAFT_LAYER)}
+        found |= {name: header[name] for name in header if has_mtp or not name.startswith(DRAFT_LAYER)}
     shapes = {name: shape for name, (shape, _) in found.items()}
     check_shapes(directory, shapes, {name: tensor.shape for name, tensor in expected.items()})
     for name, (_, dtype) in found.items():

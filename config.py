@@ -69,6 +69,11 @@ class DeltaNet:
         if self.n_value_head % self.n_key_head:
             raise ValueError(f"n_value_head {self.n_value_head} is not a multiple of n_key_head {self.n_key_head}")
 
+    def of_rank(self, shard) -> "DeltaNet":
+        """The sizes of one rank's part (shard: a tp.Shard)."""
+        n = len(shard.own(self.n_key_head))
+        return replace(self, n_key_head=n, n_value_head=n * (self.n_value_head // self.n_key_head))
+
     @property
     def keys_width(self) -> int:
         """The width of all keys of a token together, and of all queries."""
@@ -105,6 +110,10 @@ class ShortConv:
         if self.conv_width == 1:
             raise ValueError("conv_width 1 is too small: the convolution would see no earlier token")
 
+    def of_rank(self, shard) -> "ShortConv":
+        """The sizes of one rank's part (shard: a tp.Shard)."""
+        return replace(self, conv_channels=len(shard.own(self.conv_channels)))
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -126,6 +135,11 @@ class Experts:
         check_fields(self)
         if self.n_active > self.n_expert:
             raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
+
+    def of_rank(self, shard) -> "Experts":
+        """The sizes of one rank's part (shard: a tp.Shard)."""
+        hidden_dim = len(shard.own_hidden("experts", self.hidden_dim))
+        return replace(self, hidden_dim=hidden_dim, shared_dim=len(shard.own_hidden("experts.shared", self.shared_dim)))
 
 
 @dataclass(frozen=True)
@@ -283,6 +297,9 @@ class Config:
             return self
         return replace(self, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))
 
+
+# The fields of Config that describe a kind of layer
+PARTS = {"delta_net": DeltaNet, "short_conv": ShortConv, "experts": Experts}
 
 MAX_LAYERS = 10_000
 MAX_INT = 100_000_000

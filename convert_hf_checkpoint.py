@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from checkpoint import DTYPES, Checkpoint, Writer, check_finite, check_target, dtype_of, print_written
+from checkpoint import DTYPES, Checkpoint, Writer, check_finite, check_target, print_written, tensor_dtypes
 from cli import ArgumentParser, UserError, progress_bar, run_command
 from costs import total_weight_bytes
 from sources import hub
@@ -20,14 +20,16 @@ from sources.opening import open_named
 def convert(source: Checkpoint, out: Path, dtype: torch.dtype) -> Path:
     """Write a source as a checkpoint directory with weights in dtype, which is complete or does not
     exist in the end."""
-    total = total_weight_bytes(source.config, dtype, source.quantization)
+    model = source.empty_model()
+    dtypes = tensor_dtypes(model, dtype)
+    total = total_weight_bytes(model, dtype)
     title = f"converting {source.name}"
     with Writer(out, total) as writer, progress_bar(total, title, "B") as bar:
-        weights = source.open_weights()
-        for name, expected in source.empty_model().state_dict().items():
+        weights = source.open_weights(model)
+        for name, expected in model.state_dict().items():
             tensor = weights.read(name)
             if expected.dtype == torch.float32:  # the others are quantized, and stay as they are
-                tensor = tensor.to(dtype_of(name, expected, source.config, dtype))
+                tensor = tensor.to(dtypes[name])
                 check_finite(tensor, f"{source.path}: {name}")
             writer.add(name, tensor)
             bar.update(tensor.nbytes)

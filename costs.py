@@ -5,7 +5,7 @@ a device has it. Nothing is measured here: report.py does that.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from checkpoint import dtype_of, empty_model
+from checkpoint import empty_model, tensor_dtypes
 from cli import UserError
 from config import Config
+from formats import QuantizedLinear
 from layers import MatrixLayer
-from model import SCRATCH_SLOTS, Transformer, layer_position_bytes, position_bytes
+from model import Transformer
 
 
 class WeightReads(NamedTuple):
@@ -42,10 +43,9 @@ class WeightReads(NamedTuple):
         return chosen * sum(self.experts)
 
 
-def reads_of(layers: Iterable[nn.Module], sparse: Iterable[nn.Module]) -> WeightReads:
-    """What a pass reads of these layers. sparse: those of the experts.SparseMLP in them."""
+def reads_of(layers: Iterable[nn.Module], sparse: Sequence[nn.Module]) -> WeightReads:
+    """What a pass reads of these layers. sparse: the sparse layers in them (FeedForward.sparse)."""
     total = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
-    sparse = list(sparse)
     if not sparse:
         return WeightReads(total)
     X = sparse[0].X
@@ -60,15 +60,15 @@ def weight_reads(model: Transformer) -> WeightReads:
     """What a decode step reads.
 
     It reads all weights once, except for the experts that no token has chosen, and an embedding
-    table that is not tied to the output head: of this table, it reads one vector per row. The layer
-    that drafts tokens (mtp) does not count.
+    table that is not tied to the output head: of this table, it reads one vector per row. The MTP
+    layer does not count.
     """
     layers = dict(model.named_children())
     layers.pop("mtp", None)
     table = 0
     if model.output is not None:
         table = sum(tensor.nbytes for tensor in layers.pop("embedding").state_dict().values())
-    reads = reads_of(layers.values(), [block.experts for block in model.blocks if block.experts is not None])
+    reads = reads_of(layers.values(), [layer for block in model.blocks for layer in block.mlp.sparse])
     return reads._replace(row=table / model.config.vocab_size)
 
 
@@ -87,16 +87,12 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
     """
     model = empty_model(replace(config, mtp=False), quantization)
     model.activation_dtype = dtype
+    dtypes = tensor_dtypes(model, dtype)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        tensor.data = tensor.to(dtype_of(name, tensor, config, dtype))
+        tensor.data = tensor.to(dtypes[name])
 
-    matrices = multiplied_weights(model)
-    attending = [layer for layer in range(config.n_layer) if config.has_attention(layer)]
-    attended = sum(min(context, config.window(layer) or context) for layer in attending)
-    net = config.delta_net
-    updated = 0 if net is None else len(net.layers) * net.matrix_elements
     state = model.recurrent_bytes
-    flops = 2 * matrices + 4 * config.n_head * config.head_dim * attended + 7 * updated
+    flops = 2 * multiplied_weights(model) + sum(block.mixer.flops(context) for block in model.blocks)
     weights = weight_bytes(model, rows)
     kv = model.kv_bytes([context] * rows)
     return {
@@ -118,34 +114,25 @@ def multiplied_weights(model: Transformer) -> int:
     for layer in layers:
         active = model.config.experts.n_active if layer.n_expert > 1 else 1
         total += layer.in_features * layer.out_features // layer.n_expert * active
-    routers = ("router.weight", "shared_gate.weight")
-    return total + sum(weight.numel() for name, weight in model.named_parameters() if name.endswith(routers))
-
-
-def state_bytes(config: Config, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
-    """The bytes that Transformer.setup_caches takes for a whole model."""
-    T = length + SCRATCH_SLOTS
-    kv_bytes = rows * T * position_bytes(config, dtype)
-    if config.recurrent is None:
-        return kv_bytes
-
-    from mixers.recurrent import make_states, snapshot_slots
-
-    slots = snapshot_slots(config, rows, T, kv_bytes, dtype, snapshot_bytes)
-    states = make_states(config)
-    total = kv_bytes + sum(state.nbytes(rows, T, dtype) + slots * state.snapshot_bytes(dtype) for state in states)
-    return total + rows * T * layer_position_bytes(config, dtype) * config.mtp
+    return total
 
 
 # ---------------------------------------------------------------- memory
 
 
-def total_weight_bytes(config: Config, dtype: torch.dtype, quantization=None) -> int:
-    """The bytes of all weights, if those that are not quantized have this dtype."""
-    total = 0
-    for name, tensor in empty_model(config, quantization).state_dict().items():
-        total += tensor.numel() * dtype_of(name, tensor, config, dtype).itemsize
-    return total
+def total_weight_bytes(model: Transformer, dtype: torch.dtype, unpacked: bool = False) -> int:
+    """The bytes of all weights of a model on the meta device, if those that are not quantized get `dtype`.
+    unpacked: all quantized ones are unpacked to it."""
+    dtypes = tensor_dtypes(model, dtype)
+    total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
+    return total + unpacking_bytes(model, dtype) if unpacked else total
+
+
+def unpacking_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """How many more bytes the quantized weights take when they are unpacked to `dtype`."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    dense = sum(layer.in_features * layer.out_features * dtype.itemsize for layer in layers)
+    return dense - sum(tensor.nbytes for layer in layers for tensor in layer.parts().values())
 
 
 def available_memory(device) -> int:
@@ -179,19 +166,12 @@ def available_memory(device) -> int:
         return free
 
 
-def check_memory(config: Config, device, dtype: torch.dtype, caches: int, quantization=None, portion=1.0):
-    """UserError, with the bytes needed and free, if a model and its caches do not fit on device.
-
-    caches: the bytes of the caches of the whole model (costs.state_bytes).
-    portion: the fraction of a split model that is on this device.
-    """
-    weights = total_weight_bytes(config, dtype, quantization) * portion
-    caches = caches * portion
+def check_memory(weights: float, caches: float, device):
+    """UserError, with the bytes needed and free, if weights and caches of these bytes do not fit on a device."""
     free = available_memory(device)
     if weights + caches > free:
-        need = f"{(weights + caches) / 1e9:.2f} GB on {device}"
-        parts = f"{weights / 1e9:.2f} weights, {caches / 1e9:.2f} KV cache"
         raise UserError(
-            f"the model needs {need} ({parts}), but {free / 1e9:.2f} GB are free; "
+            f"the model needs {(weights + caches) / 1e9:.2f} GB on {device} ({weights / 1e9:.2f} weights, "
+            f"{caches / 1e9:.2f} KV cache), but {free / 1e9:.2f} GB are free; "
             "take a smaller model, dtype, batch or --max_seq_length"
         )

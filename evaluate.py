@@ -37,10 +37,9 @@ from cli import (
     read_text,
     run_command,
 )
-from costs import check_memory, state_bytes
 from engine import Engine, Request, check_prompt
-from load import choose_device, load_model, open_checkpoint
-from model import Transformer
+from load import check_fits, choose_device, load, load_model, open_checkpoint, plan_model
+from model import WHOLE_MODEL, Transformer
 from options import ModelOptions, add_loading_options
 from sampling import SamplingParams
 from text.chat_template import ChatTemplate
@@ -405,10 +404,11 @@ def evaluate_text(args, checkpoint: Checkpoint, options: ModelOptions) -> dict:
 
     models = []
     for one in checkpoints:
-        quantization = None if options.dequantize else one.quantization
-        caches = state_bytes(one.config, 1, length, options.dtype)
-        check_memory(one.config, choose_device(args.device), options.dtype, caches, quantization)
-        models.append(load_model(one, options))
+        device = choose_device(args.device)
+        one = one.without_mtp()
+        whole = one.empty_model()
+        check_fits(whole, options, device, whole.cache_bytes(1, length, options.dtype))
+        models.append(load(plan_model(one, options, device, WHOLE_MODEL, whole)))
     return evaluate(models, checkpoint.tokenizer, ids, length, stride)
 
 

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cli import print_status
-from config import Config
 from layers import Embedding, Linear, MatrixLayer
 from model import Transformer
 
@@ -518,10 +517,13 @@ class StackedLinear(nn.ModuleList):
     """A linear layer whose outputs are those of several layers without bias, one after the other:
     q, k and v, or gate and up, in different formats."""
 
+    columns = ()
+
     def __init__(self, pieces: Iterable[MatrixLayer], bias: Tensor | None):
         super().__init__(pieces)
         self.in_features = self[0].in_features
         self.n_expert = self[0].n_expert
+        self.rows = [units for piece in self for units in piece.rows]
         self.out_features = sum(piece.out_features for piece in self)
         self.register_buffer("bias", bias)
 
@@ -534,32 +536,23 @@ class StackedLinear(nn.ModuleList):
         return torch.cat([piece.multiply_expert(x, e) for piece in self], -1)
 
 
-def piece_rows(config: Config, name: str) -> list[int]:
-    """How many rows of a module's matrix belong to each of the matrices that it consists of."""
-    H, K, E = config.heads
-    queries = 2 * H * E if config.attention_gate else H * E
-    pieces = {"qkv": [queries, K * E, K * E], "gate_up": [config.hidden_dim, config.hidden_dim]}
-    if config.experts is not None and name.endswith("experts.gate_up"):
-        rows = config.experts.n_expert * config.experts.hidden_dim
-        pieces["gate_up"] = [rows, rows]
-    if config.experts is not None and name.endswith("experts.shared.gate_up"):
-        pieces["gate_up"] = [config.experts.shared_dim] * 2
-    if config.delta_net is not None:
-        net = config.delta_net
-        pieces["inputs"] = [net.conv_channels, net.values_width, net.n_value_head, net.n_value_head]
-    return pieces.get(name.rpartition(".")[2], [])
+def piece_rows(layer: MatrixLayer) -> list[int]:
+    """How many rows of a layer's matrix belong to each of the matrices that are stacked in it."""
+    return [layer.n_expert * sum(units.size for units in piece) for piece in layer.rows]
 
 
-def make_stack(plain: Linear, schemes: list[Scheme | None], rows: list[int]) -> StackedLinear:
-    """An empty StackedLinear in the place of a Linear, with pieces of these numbers of rows."""
+def make_stack(plain: Linear, schemes: list[Scheme | None]) -> StackedLinear:
+    """An empty StackedLinear for the matrices that are stacked in a Linear."""
+    rows = piece_rows(plain)
     if len(schemes) != len(rows):
         raise ValueError(f"{len(schemes)} formats for {len(rows)} matrices")
 
     C = plain.in_features
     pieces = []
-    for N, scheme in zip(rows, schemes):
+    for N, units, scheme in zip(rows, plain.rows, schemes):
         piece = Linear(C, N, False) if scheme is None else QuantizedLinear(C, N, False, scheme)
         piece.n_expert = plain.n_expert
+        piece.rows = [units]
         pieces.append(piece)
     bias = None if plain.bias is None else torch.empty(plain.bias.shape)
     return StackedLinear(pieces, bias)
@@ -569,7 +562,7 @@ def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLine
     """An empty quantized layer for the matrix of another one."""
     kind = QuantizedEmbedding if isinstance(plain, (Embedding, QuantizedEmbedding)) else QuantizedLinear
     layer = kind(plain.in_features, plain.out_features, plain.bias is not None, scheme)
-    layer.n_expert = plain.n_expert
+    layer.take_description(plain)
     return layer
 
 
@@ -578,33 +571,51 @@ def make_layer(plain: Linear | QuantizedLinear, scheme: Scheme) -> QuantizedLine
 SAME_VALUES = {"q4_0": ("int4", -8), "q4_1": ("int4", 0), "q8_0": ("int8", 0)}
 
 
-def repack_layers(model: nn.Module, supported: Iterable[str], why: str = "no kernels"):
-    """Replace the layers whose formats a device does not support, and print what that costs.
+class Repacking:
+    """Replaces the layers whose formats a device does not support, one after the other.
 
     A layer becomes int4 or int8, where that is supported and can hold the same values. Otherwise it
-    is unpacked to bfloat16, or to the model's dtype. why: what the printed line begins with.
+    is unpacked to `dtype`.
     """
-    extra = 0
-    unpacked = set()
-    dtype = model.dtype if isinstance(model, Transformer) else torch.bfloat16
-    kinds = (QuantizedLinear, StackedLinear)
-    for name in [name for name, module in model.named_modules() if isinstance(module, kinds)]:
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), (StackedLinear, Linear)):
-            continue  # a piece of a stack, which is replaced as a whole
-        layer = model.get_submodule(name)  # one at a time, so that each is freed when it is replaced
+
+    def __init__(self, supported: Iterable[str], dtype: torch.dtype, why: str = "no kernels"):
+        """why: what the line that `report` prints begins with."""
+        self.supported = frozenset(supported)
+        self.dtype = dtype
+        self.why = why
+        self.extra = 0  # bytes
+        self.unpacked: set[str] = set()  # formats
+
+    def replace(self, model: nn.Module, name: str):
+        """Replace the layer with this name, if its format is not supported."""
+        layer = model.get_submodule(name)
+        if not isinstance(layer, (QuantizedLinear, StackedLinear)):
+            return
         pieces = layer if isinstance(layer, StackedLinear) else [layer]
-        unsupported = {piece.stored_as for piece in pieces} - {None, *supported}
+        unsupported = {piece.stored_as for piece in pieces} - {None, *self.supported}
         if not unsupported:
-            continue
-        if isinstance(layer, QuantizedLinear) and SAME_VALUES.get(layer.stored_as, (None, 0))[0] in supported:
+            return
+        if isinstance(layer, QuantizedLinear) and SAME_VALUES.get(layer.stored_as, (None, 0))[0] in self.supported:
             model.set_submodule(name, convert_layer(layer))
-            continue
-        dense = dense_layer(layer, dtype)
-        extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
-        unpacked |= unsupported
+            return
+        dense = dense_layer(layer, self.dtype)
+        self.extra += dense.weight.nbytes - sum(buffer.nbytes for buffer in layer.buffers())
+        self.unpacked |= unsupported
         model.set_submodule(name, dense)
-    if unpacked:
-        print_status(f"{why} for {', '.join(sorted(unpacked))}: unpacked, which takes {extra / 1e6:.1f} MB more")
+
+    def report(self):
+        """Print what it has cost."""
+        if self.unpacked:
+            formats = ", ".join(sorted(self.unpacked))
+            print_status(f"{self.why} for {formats}: unpacked, which takes {self.extra / 1e6:.1f} MB more")
+
+
+def whole_layers(model: nn.Module) -> list[str]:
+    """The names of all layers with a matrix. The pieces of a StackedLinear belong to it."""
+    kinds = (MatrixLayer, StackedLinear)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    return [name for name in names if not isinstance(parents[name], kinds)]
 
 
 def convert_layer(layer: QuantizedLinear) -> QuantizedLinear:
@@ -645,7 +656,7 @@ def dense_layer(layer: QuantizedLinear | StackedLinear, dtype: torch.dtype) -> L
         else:
             dense = Linear(C, N, layer.bias is not None)
     dense.load_state_dict(state, assign=True)
-    dense.n_expert = layer.n_expert
+    dense.take_description(layer)
     return dense
 
 
@@ -673,7 +684,7 @@ def swap(model: Transformer, scheme_of: Callable[[str], Scheme | None]) -> Trans
         scheme = scheme_of(name)
         with torch.device("meta"):
             if isinstance(scheme, list):
-                model.set_submodule(name, make_stack(module, scheme, piece_rows(model.own_config, name)))
+                model.set_submodule(name, make_stack(module, scheme))
             elif scheme is not None:
                 model.set_submodule(name, make_layer(module, scheme))
     return model

@@ -55,7 +55,7 @@ import sampling
 from backend import FUSED_FIELDS, Backend, Installer, uses_only
 from cli import print_status
 from config import Config
-from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repack_layers, repeat_groups
+from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repeat_groups
 from kernels import DELTA_WINDOW, LIBRARY, MAX_DECODE_TOKENS, find_kernels
 from layers import MatrixLayer
 from model import Block, Transformer
@@ -1765,34 +1765,35 @@ class FusedExperts:
         return apply_linear(shared.down, apply_linear(shared.gate_up, x, gated=True))
 
 
-FORMATS_WITH_KERNELS = ("int8", "int4")
-
-
 class TritonInstaller(Installer):
-    """Makes a model on a GPU (sm_80 or later) use the kernels. On other devices it changes nothing.
-    The options have no effect here: they are for cpu/install.py.
+    """Makes a model on a GPU (`is_supported`) use the kernels. The options have no effect here: they are
+    for cpu/install.py.
 
     Quantized weights are repacked on the device, a layer at a time. In a module that is not a
     Transformer, only the quantized layers use the kernels.
     """
 
+    formats = ("int8", "int4")
+
+    def pack(self, name: str):
+        layer = self.model.get_submodule(name)
+        names = [name]
+        if isinstance(layer, StackedLinear):
+            names = [f"{name}.{i}" for i in range(len(layer))]
+        for name in names:
+            plain = self.model.get_submodule(name)
+            if isinstance(plain, QuantizedLinear):
+                kind = PackedEmbedding if isinstance(plain, QuantizedEmbedding) else PackedLinear
+                self.model.set_submodule(name, kind(plain))
+
     def finish(self) -> Backend:
         model = self.model
-        if not is_supported(model.device):
-            return Backend()
         find_kernels("cuda")
-        repack_layers(model, FORMATS_WITH_KERNELS)
-        modules = model.named_modules()
-        for name in [name for name, module in modules if isinstance(module, QuantizedLinear)]:
-            plain = model.get_submodule(name)
-            kind = PackedEmbedding if isinstance(plain, QuantizedEmbedding) else PackedLinear
-            model.set_submodule(name, kind(plain))
-
         backend = Backend(name="triton")
         if isinstance(model, Transformer):
             for block in model.all_blocks:
-                if block.experts is not None:
-                    prepare_experts(block.experts)
+                for layer in block.mlp.sparse:
+                    prepare_experts(layer)
         # A split model adds up the ranks' parts inside the blocks. In float16, the product of an
         # activation and a norm's weight may overflow, because the kernels divide by the norm only
         # after the matrix product.
@@ -1840,7 +1841,7 @@ def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, row
 
 def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor | None) -> Tensor:
     ops = torch.ops.fastpath
-    attention = block.attention
+    attention = block.mixer
     config = attention.config
     cache = attention.cache
     slopes = attention.positions.slopes
@@ -1857,8 +1858,8 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
     )  # (B,S,H,E)
     y = ops.attention.default(q, cache.k, cache.v, input_pos, rows, slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
-    if block.experts is not None:
-        return x + block.experts(block.mlp_norm(x), input_pos)
+    if block.mlp.sparse:
+        return x + block.mlp(block.mlp_norm(x), input_pos)
     h = apply_linear(block.mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
     return apply_linear(block.mlp.down, h, residual=x)
 

@@ -1,5 +1,9 @@
 """The layers that a model is made of: Linear, Embedding, ExpertStack, RMSNorm, LayerNorm.
 
+A layer says what its weights consist of (`Units`), so that other files can stack and split them
+without knowing what kind of layer it is in. TokenMixer and FeedForward are the two parts of a
+model.Block.
+
 Those of torch.nn are not used, because they initialize their weights. That takes time, and on the
 meta device it imports torch's compiler (1.2 s). These are built on the meta device, and a
 checkpoint's tensors are assigned to them.
@@ -7,7 +11,8 @@ checkpoint's tensors are assigned to them.
 Sources: RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +26,30 @@ def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
+VOCABULARY = "vocab_size"  # the name of Units that are padded with zeros, so that all ranks have equally many
+
+
+@dataclass(frozen=True)
+class Units:
+    """Equal units, such as heads, whose rows (or columns) follow each other in a matrix. If the model
+    is split (tp.py), each rank has some of the units."""
+
+    name: str  # what is counted, in messages
+    n: int
+    width: int = 1  # rows of a unit
+    # So many units share the same rows, as the query heads of a group share a key and value head.
+    shared_by: int = 1
+    even: bool = True  # all ranks have equally many
+
+    @property
+    def size(self) -> int:
+        """The number of all rows."""
+        return self.n // self.shared_by * self.width
+
+
+Rows = Sequence[Sequence[Units]]
+
+
 class MatrixLayer(nn.Module):
     """A layer with a weight matrix of out_features rows and in_features columns.
 
@@ -30,11 +59,21 @@ class MatrixLayer(nn.Module):
 
     stored_as: str | None = None  # the matrix's format, a name of formats.FORMATS; None if it is not quantized
     n_expert = 1  # how many matrices of equal sizes stand one below the other: see ExpertStack
+    # The matrices that are stacked in the rows (of each expert), and the units of each, in their order.
+    # Empty if the rows are not divided into units.
+    rows: Rows = ()
+    columns: Sequence[Units] = ()  # the units of the columns, if they are divided into units
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+
+    def take_description(self, other: "MatrixLayer"):
+        """Take over what another layer of the same matrix says about its rows and columns."""
+        self.n_expert = other.n_expert
+        self.rows = other.rows
+        self.columns = other.columns
 
     def first_rows(self, n: int) -> "MatrixLayer | None":
         """A linear layer without bias that has the first n rows of the matrix, in the same memory. None
@@ -54,8 +93,10 @@ class MatrixLayer(nn.Module):
 class Linear(MatrixLayer):
     """y = x weight^T + bias."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool):
+    def __init__(self, in_features: int, out_features: int, bias: bool, rows: Rows = (), columns: Sequence[Units] = ()):
         super().__init__(in_features, out_features)
+        self.rows = rows
+        self.columns = columns
         self.weight = empty_parameter(out_features, in_features)
         self.register_parameter("bias", empty_parameter(out_features) if bias else None)
 
@@ -79,7 +120,7 @@ class Embedding(Linear):
     logits = Linear.forward
 
     def __init__(self, vocab_size: int, dim: int):
-        super().__init__(dim, vocab_size, bias=False)
+        super().__init__(dim, vocab_size, bias=False, rows=[[Units(VOCABULARY, vocab_size)]])
 
     def forward(self, tokens: Tensor):
         return F.embedding(tokens, self.weight)
@@ -89,10 +130,26 @@ class ExpertStack(Linear):
     """A matrix (N,C) for each of X experts: one matrix (X*N,C), with an expert's rows after those of
     the expert before it. So it is stored, quantized and split like any other matrix."""
 
-    def __init__(self, in_features: int, out_features: int, n_expert: int):
+    def __init__(
+        self, in_features: int, out_features: int, n_expert: int, rows: Rows = (), columns: Sequence[Units] = ()
+    ):
         """out_features: N, of one expert."""
-        super().__init__(in_features, n_expert * out_features, bias=False)
+        super().__init__(in_features, n_expert * out_features, False, rows, columns)
         self.n_expert = n_expert
+
+
+class Router(MatrixLayer):
+    """x W^T in float32: the logits of experts, or of a gate."""
+
+    bias = None
+    is_float32 = True
+
+    def __init__(self, dim: int, n: int):
+        super().__init__(dim, n)
+        self.weight = empty_parameter(n, dim)  # float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x.float(), self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -104,8 +161,10 @@ class RMSNorm(nn.Module):
 
     bias = None  # so that code for both norms, such as cpu/install.py, need not tell them apart
 
-    def __init__(self, dim: int, eps: float, normalize: Callable = rms_norm):
+    def __init__(self, dim: int, eps: float, normalize: Callable = rms_norm, rows: Rows = ()):
+        """rows: the units of the dimension, if ranks divide it."""
         super().__init__()
+        self.rows = rows
         self.weight = empty_parameter(dim)
         self.eps = eps
         self.normalize = normalize
@@ -133,3 +192,46 @@ NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 def make_norm(config: Config) -> nn.Module:
     """A norm over the model's width, of the kind that Config.norm names."""
     return NORMS[config.norm](config.dim, config.norm_eps)
+
+
+# ---------------------------------------------------------------- the two parts of a block
+
+
+class TokenMixer(nn.Module):
+    """What lets a token see the tokens before it: attention, or a recurrent layer.
+
+    forward(x, input_pos, rows, rope): x (B,S,D) to (B,S,D). input_pos (B,S) and rows (B,) as in
+    Transformer.forward; rope: the cos and sin of the block's table of positions, or None.
+    """
+
+    name: str  # the block's name of this module, with which the names of its tensors begin
+    state: nn.Module  # what it remembers of each row: model.KVCache, mixers.recurrent.ConvState
+    positions: nn.Module  # the tables of positions, from Transformer.setup_caches
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """The linear layers in the order in which fused kernels take them: of the inputs, of the output."""
+        raise NotImplementedError
+
+    def flops(self, context: int) -> int:
+        """The operations for a token after `context` others, besides the products with weights."""
+        return 0
+
+    def block_arguments(self) -> dict:
+        """What the kernels of `blocks` need besides the linear layers: arguments of `prepare_block`."""
+        raise NotImplementedError
+
+
+class FeedForward(nn.Module):
+    """What a block computes for each token by itself: one MLP, or experts.
+
+    forward(x, input_pos): x (B,S,D) to (B,S,D).
+    """
+
+    name: str  # as in TokenMixer
+    sparse: list["FeedForward"] = []  # [self] if a token uses only some of the weights
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """The linear layers in the order in which fused kernels take them."""
+        raise NotImplementedError

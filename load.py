@@ -18,9 +18,9 @@ from checkpoint import Checkpoint, is_ours, open_directory, read_weights
 from cli import UserError, first_line, print_status
 from compile import compiled_steps
 from config import Config
-from costs import available_memory, check_memory, state_bytes
+from costs import available_memory, check_memory, total_weight_bytes, unpacking_bytes
 from engine import Engine, EngineOptions, SingleProcess
-from formats import QuantizedLinear, repack_layers
+from formats import Repacking, whole_layers
 from model import WHOLE_MODEL, Transformer
 from options import ModelOptions
 from sampling import SamplingParams, recommended_params
@@ -95,16 +95,56 @@ def load_engine(
     checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions | None = None
 ) -> Engine:
     """Load a model, and its drafts, into an engine with `rows` cache rows of `length` positions."""
-    with options.naming():
-        return make_engine(checkpoint, options, rows, length, how or EngineOptions())
-
-
-def make_engine(checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions) -> Engine:
+    how = how or EngineOptions()
     if options.snapshot_mb is not None:
         how = replace(how, snapshot_bytes=options.snapshot_mb * 10**6)
+    with options.naming():
+        plan = plan_engine(checkpoint, options, rows, length, how)
+        model = load(plan)
+        drafts = load_drafts(plan, model)
+        decoding = make_speculation(drafts, options.speculate_k)
+
+    chunk_tokens = how.chunk_tokens or (128 if plan.stays_quantized else 256)
+    how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
+    steps = compiled_steps(options.compile, options.compile_prefill)
+    engine = Engine(model, rows, length, steps, decoding, how)
+    watch(engine)
+    config = model.config
+    if config.is_longrope and how.ranks.rank == 0:
+        kind = "long" if config.has_long_factors(length) else "short"
+        print_status(
+            f"longrope: the {kind} factors, because rows have {length} positions and the original context is "
+            f"{config.short_context}"
+        )
+    return engine
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What is loaded, and how. While a plan is made, everything is decided, and whatever is refused is
+    refused: before a byte of weights is read."""
+
+    checkpoint: Checkpoint  # without its MTP layer, if nothing drafts with it
+    options: ModelOptions
+    device: torch.device
+    whole: Transformer  # the whole model, on the meta device: names, shapes, dtypes, bytes
+    model: Transformer  # what is filled: `whole`, or a rank's part of it
+    weights: Any  # reads the tensors of the files: what Checkpoint.open_weights returns
+    for_engine: bool = False
+    drafts: Any = None  # the drafts that the options ask for: a drafts.loading.Drafts
+
+    @property
+    def stays_quantized(self) -> bool:
+        return self.checkpoint.quantization is not None and not self.options.dequantize
+
+
+def plan_engine(checkpoint: Checkpoint, options: ModelOptions, rows: int, length: int, how: EngineOptions) -> LoadPlan:
+    """The plan of an engine with `rows` cache rows of `length` positions."""
     ranks = how.ranks
-    config = checkpoint.config
-    check_cache_length(length, config)
+    check_cache_length(length, checkpoint.config)
     if min(rows, length) < 1:
         raise UserError(f"an engine has at least one row of one position, not {rows} of {length}")
     device = choose_device(ranks.device(options.device))
@@ -113,53 +153,55 @@ def make_engine(checkpoint: Checkpoint, options: ModelOptions, rows: int, length
     used = with_used_layers(checkpoint, options, device)
 
     drafts = None
-    if options.speculates:  # errors in these options are reported before the model is read
+    if options.speculates:
         from drafts.loading import Drafts
 
         drafts = Drafts(checkpoint, Loader(options, ranks, device))
     if is_own and ranks.rank == 0:
-        what = f"the model is dequantized, because {checkpoint.path.name} itself is the draft"
-        print_status(f"--draft int4-self: {what}; the file is faster alone or with other drafts")
+        print_status(
+            f"--draft int4-self: the model is dequantized, because {checkpoint.path.name} itself is the draft; "
+            "the file is faster alone or with other drafts"
+        )
+    whole = used.empty_model()
+    caches = whole.cache_bytes(rows, length, options.dtype, how.snapshot_bytes)
+    check_fits(whole, options, device, caches, ranks.portion(device))
+    plan = plan_model(used, options, device, ranks.shard(device), whole)
+    return replace(plan, drafts=drafts, for_engine=True)
 
-    quantization = None if options.dequantize else checkpoint.quantization
-    caches = state_bytes(used.config, rows, length, options.dtype, how.snapshot_bytes)
-    check_memory(used.config, device, options.dtype, caches, quantization, ranks.portion(device))
-    model = read_model(used, options, device, ranks.shard(device))
-    found = []
-    if drafts is not None:
-        found = drafts.load(model)
-    elif options.drafts_by_default and device.type == "cpu" and model.backend.thread_invariant:
-        found = default_drafts(model)
-    if not found:
-        model.mtp = None  # nothing drafts with it
-    decoding = make_speculation(found, options.speculate_k)
 
-    chunk_tokens = how.chunk_tokens or (128 if quantization else 256)
-    how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
-    steps = compiled_steps(options.compile, options.compile_prefill)
-    engine = Engine(model, rows, length, steps, decoding, how)
-    watch(engine)
-    if config.is_longrope and ranks.rank == 0:
-        kind = "long" if config.has_long_factors(length) else "short"
-        original = f"the original context is {config.short_context}"
-        print_status(f"longrope: the {kind} factors, because rows have {length} positions and {original}")
-    return engine
+def plan_model(
+    checkpoint: Checkpoint, options: ModelOptions, device: torch.device, shard, whole: Transformer | None = None
+) -> LoadPlan:
+    """The plan of a model alone, or of one rank's part of it (shard: a tp.Shard), with all layers of the
+    checkpoint. whole: the whole model on the meta device, if it was made already."""
+    whole = whole or checkpoint.empty_model()
+    model = whole
+    if shard.ranks > 1:
+        model = checkpoint.empty_model(shard, whole)
+    weights = checkpoint.open_weights(whole)
+    return LoadPlan(checkpoint, options, device, whole, model, weights)
+
+
+def check_fits(whole: Transformer, options: ModelOptions, device: torch.device, caches: int, portion: float = 1.0):
+    """UserError if a model and its caches do not fit on a device. portion: the part of them that is there."""
+    weights = total_weight_bytes(whole, options.dtype, options.dequantize)
+    check_memory(weights * portion, caches * portion, device)
 
 
 def with_used_layers(checkpoint: Checkpoint, options: ModelOptions, device: torch.device) -> Checkpoint:
-    """A checkpoint without its layer that drafts tokens if no draft uses that. UserError if --draft asks
-    for it, and the model has none."""
+    """A checkpoint without its MTP layer if no draft uses that. UserError if --draft asks for it, and the
+    model has none."""
     if "mtp" not in options.draft_kinds:
         is_used = options.drafts_by_default and device.type == "cpu"
         return checkpoint if is_used else checkpoint.without_mtp()
-    if not checkpoint.config.mtp:
-        import mixers.mtp  # noqa: F401  if the file is missing, the error says so
+    if checkpoint.config.mtp:
+        return checkpoint
+    import mixers.mtp  # noqa: F401  if the file is missing, the error says so
 
-        what = "has no layer that drafts tokens, or one of another kind"
-        if checkpoint.config.delta_net is None:
-            what = "has no layer that drafts tokens: only Qwen3.5 to 3.8 have one"
-        raise UserError(f"--draft mtp: {checkpoint.path} {what}; --draft prompt-lookup works with every model")
-    return checkpoint
+    has = "has no layer that drafts tokens, or one of another kind"
+    if checkpoint.config.delta_net is None:
+        has = "has no layer that drafts tokens: only Qwen3.5 to 3.8 have one"
+    raise UserError(f"--draft mtp: {checkpoint.path} {has}; --draft prompt-lookup works with every model")
 
 
 def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
@@ -169,6 +211,21 @@ def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
         return False
     quantization = checkpoint.quantization
     return quantization is not None and quantization.bits < 8 and checkpoint.path.is_file()
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def load_drafts(plan: LoadPlan, model: Transformer) -> list:
+    """The drafts that the options ask for, or else the default ones."""
+    found = []
+    if plan.drafts is not None:
+        found = plan.drafts.load(model)
+    elif plan.options.drafts_by_default and plan.device.type == "cpu" and model.backend.thread_invariant:
+        found = default_drafts(model)
+    if not found:
+        model.mtp = None  # nothing drafts with it
+    return found
 
 
 def make_speculation(drafts: list, speculate_k: int | str | None):
@@ -211,7 +268,7 @@ class Loader:
 
     def load(self, checkpoint: Checkpoint, shard=WHOLE_MODEL) -> Transformer:
         plain = replace(self.options, dequantize=False)
-        return read_model(checkpoint.without_mtp(), plain, self.device, shard)
+        return load(plan_model(checkpoint.without_mtp(), plain, self.device, shard))
 
     def install(self, model: nn.Module) -> nn.Module:
         return install_kernels(model, self.options.kernels, self.options.exact_activations)
@@ -223,33 +280,39 @@ class Loader:
 def load_model(
     checkpoint: Checkpoint | Path, options: ModelOptions | None = None, shard=WHOLE_MODEL, **fields
 ) -> Transformer:
-    """Load the model of a checkpoint or of a checkpoint directory, and install its kernels, as
-    `install_kernels` does.
+    """Load the model of a checkpoint or of a checkpoint directory, with the kernels of its device.
 
     options: how to load it. Instead, some fields of ModelOptions may be given as keyword arguments.
     shard: a tp.Shard, to read one rank's slices only. On a CPU, this also sets the number of
-    threads, and how much freed memory the process keeps. The layer that drafts tokens is left out
-    if no draft of the options uses it.
+    threads, and how much freed memory the process keeps. The MTP layer is left out if no draft of the
+    options uses it.
     """
     options = options or ModelOptions(**fields)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_directory(checkpoint)
     device = choose_device(options.device)
-    return read_model(with_used_layers(checkpoint, options, device), options, device, shard)
+    return load(plan_model(with_used_layers(checkpoint, options, device), options, device, shard))
 
 
-def read_model(checkpoint: Checkpoint, options: ModelOptions, device: torch.device, shard) -> Transformer:
-    """`load_model` on a device, with all layers of the checkpoint."""
-    make_installer = choose_installer(device, options.kernels)
+def load(plan: LoadPlan) -> Transformer:
+    """Read the model of a plan: one tensor after the other goes to its place, and each layer is packed when
+    it is whole."""
+    options = plan.options
+    make_installer = choose_installer(plan.device, options.kernels)
     make_installer.prepare_process(options.threads)
-    model = checkpoint.empty_model(shard)
-    installer = None
-    if not options.dequantize or checkpoint.quantization is None:
-        installer = make_installer(model, options.kernels, options.exact_activations)
-    read_weights(checkpoint, model, device, options.dtype, installer)
-    if installer is None:
-        repack_layers(model, (), "--dequantize")
-    return install_kernels(model, options.kernels, options.exact_activations, installer)
+    model = plan.model
+    installer = make_installer(model, options.kernels, options.exact_activations)
+    if options.dequantize:
+        repacking = Repacking((), options.dtype, "--dequantize")
+    elif options.kernels == "torch" and not plan.for_engine:
+        repacking = None
+    else:
+        repacking = make_repacking(installer, options.dtype, plan.device)
+    read_weights(plan.checkpoint, model, plan.device, options.dtype, installer, repacking, plan.whole, plan.weights)
+    if repacking is not None:
+        repacking.report()
+    model.backend = installer.finish()
+    return model
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -289,9 +352,9 @@ def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
         if kernels == "avx2":
             raise UserError(f"--kernels avx2 is for CPUs, not for {device.type}")
         if device.type == "cuda" and kernels == "auto":
-            from kernels_triton import TritonInstaller
+            from kernels_triton import TritonInstaller, is_supported
 
-            return TritonInstaller
+            return TritonInstaller if is_supported(device) else Installer
     except ModuleNotFoundError as error:  # Triton or an optional file: models run without them
         print_status(f"{error.name} is missing: torch's own operations are used instead of our kernels")
     return Installer
@@ -300,30 +363,41 @@ def choose_installer(device: torch.device, kernels: str) -> type[Installer]:
 def install_kernels(
     model: nn.Module, kernels: str = "auto", exact_activations: bool = False, installer: Installer | None = None
 ) -> nn.Module:
-    """Install the kernels for the device of a model (or of its Medusa heads) if they can run there,
-    unless `kernels` is "torch". Returns the model.
+    """Install the kernels of its device in a model (or in Medusa heads) that is in memory already. Returns
+    the model.
 
-    exact_activations: quantized layers do not quantize their activations (CPU). installer: one that
-    has packed layers of this model already.
+    kernels, exact_activations: as in ModelOptions. With "torch", quantized weights stay as they are.
+    installer: by default that of the model's device.
     """
-    installer = installer or choose_installer(model.device, kernels)(model, kernels, exact_activations)
+    if installer is None:
+        installer = choose_installer(model.device, kernels)(model, kernels, exact_activations)
+    dtype = model.dtype if isinstance(model, Transformer) else torch.bfloat16
+    repacking = None
+    if kernels != "torch" and (installer.formats or isinstance(model, Transformer)):
+        repacking = make_repacking(installer, dtype, next(iter(model.state_dict().values())).device)
+    for name in whole_layers(model):
+        if repacking is not None:
+            repacking.replace(model, name)
+        installer.pack(name)
+    if repacking is not None:
+        repacking.report()
     backend = installer.finish()
     if isinstance(model, Transformer):
-        unpack_without_kernels(model, kernels)
         model.backend = backend
     return model
 
 
-def unpack_without_kernels(model: Transformer, kernels: str):
-    """Unpack the quantized weights for which no kernels are installed, if memory allows it.
+def make_repacking(installer: Installer, dtype: torch.dtype, device: torch.device) -> Repacking | None:
+    """What replaces the layers whose formats have no kernels on this device.
 
-    Products with unpacked weights are several times as fast as the reference, which unpacks them in
-    every step. With `kernels` "torch" the weights stay packed.
+    Where no format has kernels, all are unpacked if memory allows it: products with unpacked weights
+    are several times as fast as the reference, which unpacks them in every step.
     """
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    if kernels == "torch" or not layers:
-        return
-    extra = sum(layer.in_features * layer.out_features for layer in layers) * model.dtype.itemsize
-    if extra < available_memory(model.device):
-        return repack_layers(model, ())
+    if installer.formats:
+        return Repacking(installer.formats, dtype)
+    packed = sum(tensor.nbytes for tensor in installer.model.state_dict().values() if tensor.device.type == "meta")
+    extra = unpacking_bytes(installer.model, dtype)
+    if packed + extra < available_memory(device):
+        return Repacking((), dtype)
     print_status("no kernels, and no memory to unpack the quantized weights: each step unpacks them, which is slow")
+    return None

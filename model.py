@@ -16,6 +16,7 @@ Sources: Llama (arXiv:2302.13971), grouped-query attention (arXiv:2305.13245), s
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from backend import Backend
 from config import Config
 from kernels import attention, rms_norm
-from layers import Embedding, Linear, RMSNorm, make_norm
+from layers import VOCABULARY, Embedding, FeedForward, Linear, RMSNorm, TokenMixer, Units, make_norm
 from positions import Positions, rotate
 
 # ---------------------------------------------------------------- a model that is not split
@@ -111,7 +112,8 @@ class Transformer(nn.Module):
 
             rope_table = ropes.index(own.rope(own.n_layer))
             self.mtp = DraftLayer(own, Block(own, own.n_layer, rope_table, shard))
-        self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, bias=False)
+        vocabulary = [[Units(VOCABULARY, own.vocab_size)]]
+        self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, False, vocabulary)
 
         self.backend = Backend()  # what an Installer returns replaces it
         self.cache_size = (0, 0)  # rows and slots of each row, from setup_caches
@@ -144,26 +146,29 @@ class Transformer(nn.Module):
         for state in self.states:
             state.allocate(max_batch_size, T, zeros, self.dtype)
         for block in self.all_blocks:
-            if block.attention is not None:
-                block.attention.positions = self.positions
+            block.mixer.positions = self.positions
 
         self._make_expert_counts()
-        recurrent = [state for state in self.states if not isinstance(state, KVCache)]
+        recurrent = self.recurrent_states
         if recurrent:
-            from mixers.recurrent import SNAPSHOT_INTERVAL, Snapshots, snapshot_slots
+            from mixers.recurrent import SNAPSHOT_INTERVAL, Snapshots
 
-            # The number follows from the sizes of the whole model, so that all ranks have the same.
-            kv_bytes = max_batch_size * T * position_bytes(self.config, self.dtype)
-            slots = snapshot_slots(self.config, max_batch_size, T, kv_bytes, self.dtype, snapshot_bytes)
+            slots = self.snapshot_slots(max_batch_size, T, self.dtype, snapshot_bytes)
             self.snapshots = Snapshots(recurrent, slots, max_batch_size)
             self.snapshot_interval = SNAPSHOT_INTERVAL
 
     def _make_expert_counts(self):
-        sparse = [block.experts for block in self.all_blocks if block.experts is not None]
+        sparse = [layer for block in self.all_blocks for layer in block.mlp.sparse]
         if sparse:
             self.expert_counts = torch.zeros(len(sparse), sparse[0].X + 1, dtype=torch.int64, device=self.device)
             for experts, counts in zip(sparse, self.expert_counts):
                 experts.set_counts(counts)
+
+    def remove_mtp(self):
+        """Remove the MTP layer."""
+        self.mtp = None
+        self.config = replace(self.config, mtp=False)
+        self.own_config = replace(self.own_config, mtp=False)
 
     def share_caches(self, other: "Transformer"):
         """Use the KV caches and the tables of positions of another model of the same sizes."""
@@ -171,8 +176,8 @@ class Transformer(nn.Module):
         self.positions = other.positions
         self.cache_size = other.cache_size
         for block, source in zip(self.blocks, other.blocks):
-            block.attention.cache = source.attention.cache
-            block.attention.positions = other.positions
+            block.mixer.cache = source.mixer.cache
+            block.mixer.positions = other.positions
 
     @property
     def device(self) -> torch.device:
@@ -191,8 +196,33 @@ class Transformer(nn.Module):
     @property
     def states(self) -> list[nn.Module]:
         """What the model remembers of each row: a KVCache or a recurrent.Tail for each layer."""
-        states = [block.state for block in self.all_blocks]
+        states = [block.mixer.state for block in self.all_blocks]
         return states if self.mtp is None else [*states, self.mtp.hidden]
+
+    @property
+    def recurrent_states(self) -> list[nn.Module]:
+        """Those of `states` that cannot be cut at any position, so that snapshots of them are kept."""
+        return [state for state in self.states if state.is_recurrent]
+
+    def cache_bytes(self, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
+        """The bytes that `setup_caches` takes for rows of this length, with activations of this dtype."""
+        T = length + SCRATCH_SLOTS
+        total = sum(state.nbytes(rows, T, dtype) for state in self.states)
+        if self.recurrent_states:
+            snapshot = sum(state.snapshot_bytes(dtype) for state in self.recurrent_states)
+            total += self.snapshot_slots(rows, T, dtype, snapshot_bytes) * snapshot
+        return total
+
+    def snapshot_slots(self, rows: int, T: int, dtype: torch.dtype, limit: int | None) -> int:
+        """How many snapshots of recurrent states are kept. All ranks of a split model keep equally many.
+        Arguments as in cache_bytes."""
+        from mixers.recurrent import snapshot_slots
+
+        # The draft layer is not needed, so its cache does not count.
+        kv_bytes = rows * T * position_bytes(self.own_config, dtype)
+        if limit is not None:
+            limit //= self.shard.ranks
+        return snapshot_slots(self.recurrent_states, rows, T, kv_bytes, dtype, limit)
 
     def restorable(self, row: int, n: int) -> int:
         """The largest m <= n such that `reuse` can take over the first m positions of a row, whose
@@ -228,13 +258,7 @@ class Transformer(nn.Module):
     @property
     def recurrent_bytes(self) -> int:
         """Bytes of recurrent states that a decode step reads and writes for each row."""
-        net = self.own_config.delta_net
-        if net is not None:
-            return 2 * len(net.layers) * 4 * net.matrix_elements
-        conv = self.own_config.short_conv
-        if conv is not None:
-            return len(conv.layers) * conv.conv_width * conv.conv_channels * self.dtype.itemsize
-        return 0
+        return sum(block.mixer.state.step_bytes(self.dtype) for block in self.blocks)
 
     def forward(
         self, tokens: Tensor, input_pos: Tensor | None = None, rows: Tensor | None = None, all_logits: bool = False
@@ -308,8 +332,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention (or a gated delta net or a short convolution in its place), then an MLP (or experts in
-    its place), each with a residual connection and with norms before it, after it, or both."""
+    """A token mixer, usually attention, then an MLP, each with a residual connection and with norms
+    before it, after it, or both."""
 
     def __init__(self, config: Config, layer: int, rope_table: int, shard):
         super().__init__()
@@ -322,52 +346,39 @@ class Block(nn.Module):
         norm_before = config.norm_placement in ("before", "both")
         norm_after = config.norm_placement in ("after", "both")
         self.attention_norm = make_norm(config) if norm_before else None
-        self.attention = None
-        self.delta_net = None
-        self.short_conv = None
-        if config.has_attention(layer):
-            self.attention = Attention(config, layer, shard)
-        elif config.delta_net is not None:
-            from mixers.recurrent import GatedDeltaNet
-
-            self.delta_net = GatedDeltaNet(config)
-        else:
-            from mixers.recurrent import ShortConvolution
-
-            self.short_conv = ShortConvolution(config)
+        mixer = make_mixer(config, layer, shard)
+        self.mixer_name = mixer.name
+        self._modules[mixer.name] = mixer
         self.attention_post_norm = make_norm(config) if norm_after else None
         self.mlp_norm = make_norm(config) if norm_before else None
-        self.mlp = None
-        self.experts = None
-        if config.is_sparse(layer):
-            from mixers.experts import SparseMLP
-
-            shared_dim = config.experts.shared_dim
-            self.experts = SparseMLP(config, MLP(config, shared_dim) if shared_dim else None)
-        else:
-            self.mlp = MLP(config, config.hidden_dim)
+        mlp = make_mlp(config, layer)
+        self.mlp_name = mlp.name
+        self._modules[mlp.name] = mlp
         self.mlp_post_norm = make_norm(config) if norm_after else None
 
-    @property
-    def recurrent(self) -> nn.Module | None:
-        """What stands in the place of attention, if anything does."""
-        return self.short_conv if self.delta_net is None else self.delta_net
+    # The tensors of checkpoints are named after the kinds of layers, so the two modules are, too:
+    # "attention", "delta_net" or "short_conv"; "mlp" or "experts".
 
     @property
-    def state(self) -> nn.Module:
-        """What the block remembers of each row: a KVCache, or a recurrent.ConvState."""
-        return self.recurrent.state if self.attention is None else self.attention.cache
+    def mixer(self) -> TokenMixer:
+        return self._modules[self.mixer_name]
+
+    @property
+    def mlp(self) -> FeedForward:
+        return self._modules[self.mlp_name]
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """The linear layers in the order in which fused kernels take them."""
+        return [*self.mixer.linears, *self.mlp.linears]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor) -> Tensor:
         h = x if self.attention_norm is None else self.attention_norm(x)
-        if self.attention is None:
-            y = self.recurrent(h, input_pos, rows)
-        else:
-            y = self.attention(h, rope, input_pos, rows)
+        y = self.mixer(h, input_pos, rows, rope)
         x = self.add(x, h, y, self.attention_post_norm)
 
         h = x if self.mlp_norm is None else self.mlp_norm(x)
-        y = self.mlp(h) if self.experts is None else self.experts(h, input_pos)
+        y = self.mlp(h, input_pos)
         return self.add(x, h, y, self.mlp_post_norm)
 
     def add(self, x: Tensor, h: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
@@ -381,10 +392,29 @@ class Block(nn.Module):
         return h + y if self.post_norm_residual else x + y
 
 
-class Attention(nn.Module):
+def make_mixer(config: Config, layer: int, shard) -> TokenMixer:
+    """The token mixer of a layer."""
+    if config.has_attention(layer):
+        return Attention(config, layer, shard)
+    from mixers.recurrent import GatedDeltaNet, ShortConvolution
+
+    return ShortConvolution(config) if config.delta_net is None else GatedDeltaNet(config)
+
+
+def make_mlp(config: Config, layer: int) -> FeedForward:
+    """The MLP of a layer, or its experts."""
+    if not config.is_sparse(layer):
+        return MLP(config, config.hidden_dim)
+    from mixers.experts import SparseMLP
+
+    shared_dim = config.experts.shared_dim
+    return SparseMLP(config, MLP(config, shared_dim, "experts.shared") if shared_dim else None)
+
+
+class Attention(TokenMixer):
     """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache."""
 
-    positions: Positions  # setup_caches makes it, for all layers
+    name = "attention"
 
     def __init__(self, config: Config, layer: int, shard):
         super().__init__()
@@ -396,19 +426,38 @@ class Attention(nn.Module):
         H, K, E = config.heads
         # Weight rows: q, then k, then v; a gate with the shape of q, if there is one, stands behind q.
         self.gate_heads = H if config.attention_gate else 0
-        self.qkv = Linear(config.dim, (H + self.gate_heads + 2 * K) * E, bias=config.qkv_bias)
-        self.out = Linear(H * E, config.dim, bias=config.out_bias)
+        queries = Units("n_head", H, E)
+        keys = Units("n_head", H, E, shared_by=H // K)
+        rows = [[queries, queries] if self.gate_heads else [queries], [keys], [keys]]
+        self.qkv = Linear(config.dim, (H + self.gate_heads + 2 * K) * E, config.qkv_bias, rows)
+        self.out = Linear(H * E, config.dim, config.out_bias, columns=[queries])
 
         self.q_norm = None
         self.k_norm = None
         if config.qk_norm and config.qk_norm_whole:
-            self.q_norm = RMSNorm(H * E, config.norm_eps, shard.rms_norm)
-            self.k_norm = RMSNorm(K * E, config.norm_eps, shard.rms_norm)
+            self.q_norm = RMSNorm(H * E, config.norm_eps, shard.rms_norm, [[queries]])
+            self.k_norm = RMSNorm(K * E, config.norm_eps, shard.rms_norm, [[keys]])
         elif config.qk_norm:
             self.q_norm = RMSNorm(E, config.norm_eps)
             self.k_norm = RMSNorm(E, config.norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor) -> Tensor:
+    @property
+    def state(self) -> "KVCache":
+        return self.cache
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        return [self.qkv, self.out]
+
+    def block_arguments(self) -> dict:
+        norms = [self.q_norm, self.k_norm]
+        return {"head_norms": norms, "gate_heads": self.gate_heads, "window": self.window, "scale": self.scale}
+
+    def flops(self, context: int) -> int:
+        H, _, E = self.config.heads
+        return 4 * H * E * min(context, self.window or context)
+
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         q, gate = self.read(x, rope, input_pos, rows)
         slopes = self.positions.slopes
         y = attention(q, self.cache.k, self.cache.v, input_pos, rows, slopes, self.window, self.scale)
@@ -465,6 +514,8 @@ class KVCache(nn.Module):
     `blocks` (cpu/blocks.h) and `rotary` (rotary_kernel in kernels_triton.py).
     """
 
+    is_recurrent = False
+
     def __init__(self, config: Config):
         super().__init__()
         self.n_kv_head = config.n_kv_head
@@ -493,6 +544,10 @@ class KVCache(nn.Module):
         """The bytes that `allocate` takes."""
         return 2 * R * T * self.n_kv_head * self.head_dim * dtype.itemsize
 
+    def step_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes that each step reads and writes, whatever the length of a row is."""
+        return 0
+
 
 def position_bytes(config: Config, dtype: torch.dtype) -> int:
     """The bytes of the keys and values of one position in all layers, but for that which drafts."""
@@ -504,20 +559,28 @@ def layer_position_bytes(config: Config, dtype: torch.dtype) -> int:
     return 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
 
-class MLP(nn.Module):
+class MLP(FeedForward):
     """SwiGLU or GeGLU (arXiv:2002.05202), or BLOOM's ungated tanh-GELU."""
 
-    def __init__(self, config: Config, hidden_dim: int):
+    name = "mlp"
+
+    def __init__(self, config: Config, hidden_dim: int, kind: str = "mlp"):
+        """kind: which of a rank's hidden widths this is (tp.Shard.own_hidden)."""
         super().__init__()
         self.kind = config.mlp
         self.gated = config.mlp != "gelu"
+        hidden = Units(kind, hidden_dim, even=False)
         if self.gated:
-            self.gate_up = Linear(config.dim, 2 * hidden_dim, config.mlp_bias)  # rows gate, then up
+            self.gate_up = Linear(config.dim, 2 * hidden_dim, config.mlp_bias, [[hidden], [hidden]])
         else:
-            self.up = Linear(config.dim, hidden_dim, config.mlp_bias)
-        self.down = Linear(hidden_dim, config.dim, config.mlp_bias)
+            self.up = Linear(config.dim, hidden_dim, config.mlp_bias, [[hidden]])
+        self.down = Linear(hidden_dim, config.dim, config.mlp_bias, columns=[hidden])
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def linears(self) -> list[nn.Module]:
+        return [self.gate_up if self.gated else self.up, self.down]
+
+    def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
         if not self.gated:
             return self.down(F.gelu(self.up(x), approximate="tanh"))
 

@@ -32,7 +32,7 @@ from cli import (
     run_command,
     size_text,
 )
-from costs import check_memory, state_bytes, total_weight_bytes
+from costs import check_memory, total_weight_bytes
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, int4_grid, matrices, pack, pack_nibbles
 from layers import ExpertStack, Linear
@@ -114,8 +114,8 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int) -> dict
         for name, hessian in hessians.items():
             weight = block.get_submodule(name).weight
             packed[f"blocks.{i}.{name}"] = replace_weight(weight, pack_gptq(weight, hessian, groupsize), groupsize)
-        if block.experts is not None:
-            found, missed = pack_experts(block.experts, torch.cat(expert_inputs), groupsize)
+        for layer in block.mlp.sparse:
+            found, missed = pack_experts(layer, torch.cat(expert_inputs), groupsize)
             packed |= {f"blocks.{i}.experts.{name}": parts for name, parts in found.items()}
             unreached += [f"expert {e} of layer {i}" for e in missed]
         x = run()
@@ -141,13 +141,13 @@ def collect_inputs(block: nn.Module, run) -> tuple[dict[str, Tensor], list[Tenso
 
     def add(module, inputs):
         x = inputs[0].flatten(0, -2)
-        if module is block.experts:
+        if module in block.mlp.sparse:
             expert_inputs.append(x)
         else:
             x = x.float()
             sums[names[module]].addmm_(x.T, x)
 
-    modules = [*names, *filter(None, [block.experts])]
+    modules = [*names, *block.mlp.sparse]
     hooks = [module.register_forward_pre_hook(add) for module in modules]
     run()
     for hook in hooks:
@@ -261,11 +261,12 @@ def quantize_checkpoint(
     if quantization.mode == GPTQ:
         gptq_packed = run_gptq(source, quantization.groupsize, calibration_file)
     tensors = model.state_dict()
+    dtypes = ck.tensor_dtypes(model, torch.bfloat16)
     expected = sum(t.nbytes for t in ck.empty_model(config, quantization).state_dict().values())
     total = sum(t.nbytes for t in tensors.values())
     kept = []
     with Writer(out, expected) as writer, progress_bar(total, f"quantizing {source.name}", "B") as bar:
-        weights = source.open_weights()
+        weights = source.open_weights(model)
         for name in tensors:
             tensor = weights.read(name)
             bar.update(4 * tensor.numel())
@@ -276,7 +277,7 @@ def quantize_checkpoint(
             if scheme is None:
                 kept.append(name)
                 if not source.path.is_dir():  # a directory's dtypes are kept
-                    tensor = tensor.to(ck.dtype_of(name, tensor, config, torch.bfloat16))
+                    tensor = tensor.to(dtypes[name])
                 writer.add(name, tensor)
                 continue
             try:
@@ -312,9 +313,10 @@ def check_quantizable(source: Checkpoint, out: Path, model: Transformer, quantiz
 def run_gptq(source: Checkpoint, groupsize: int, calibration_file: Path | None) -> dict[str, dict]:
     """Quantize every int4 matrix of a checkpoint's blocks with GPTQ. Returns the packed tensors by
     module name."""
-    caches = state_bytes(source.config, SEQUENCES, SEQUENCE_LENGTH, torch.bfloat16)
-    check_memory(source.config, "cpu", torch.bfloat16, caches)
-    model = ck.read_weights(source, source.empty_model())
+    model = source.empty_model()
+    caches = model.cache_bytes(SEQUENCES, SEQUENCE_LENGTH, torch.bfloat16)
+    check_memory(total_weight_bytes(model, torch.bfloat16), caches, "cpu")
+    ck.read_weights(source, model)
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, source.tokenizer, calibration_file)
     try:
@@ -335,7 +337,7 @@ def open_dense(name: str | None, quantization: Quantization) -> Checkpoint:
     texts = "+".join([before.mode, before.head, *before.exceptions.values()])
     formats = ", ".join(sorted({*texts.split("+")} - {"none"}))
     nbytes = sum(size for _, size in source.files.sizes())
-    result = total_weight_bytes(source.config, torch.bfloat16, quantization)
+    result = total_weight_bytes(ck.empty_model(source.config, quantization), torch.bfloat16)
     print_status(
         f"{source.path} is quantized already ({formats}); its weights are rounded again, to {quantization.mode}; "
         f"the checkpoint will have {size_text(result)}, the file has {size_text(nbytes)}"

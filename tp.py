@@ -1,8 +1,8 @@
 """Tensor parallelism: one model over several processes (ranks), each with a slice of every matrix.
 
-Read down: SPLIT, the table that says how each module is split; Shard, one rank's share of a model;
-the checks whether a model can be split; `run_together` and Ranks, the processes that torchrun has
-started. This file knows nothing of text.
+Read down: Shard, one rank's share of a model, in which each layer says what its rows and columns
+consist of (layers.Units); the checks whether a model can be split; `run_together` and Ranks, the
+processes that torchrun has started. This file knows nothing of text, and of no kind of layer.
 
 A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's
 input are split by outputs (column-parallel), so that each rank has whole heads and whole hidden
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,76 +38,10 @@ from torch import Tensor, nn
 
 from checkpoint import Checkpoint
 from cli import UserError, first_line, run_command
-from config import Config
+from config import PARTS, Config
 from formats import QuantizedLinear
+from layers import VOCABULARY, Linear, Units
 from model import Transformer
-
-# How the weight (N,C) of a module, with N outputs and C inputs, and its bias (N,) are split. The
-# keys are the ends of the modules' names. The values are
-#   parts        by outputs: the parts of the matrix, one below the other. Each rank has in each part
-#                the rows of its units:
-#     queries      its query heads
-#     gates        the same heads of their gates; models without these gates lack this part
-#     kv           the key (or value) heads that its query heads attend to
-#     hidden       its hidden units; a matrix of experts has these parts for each expert
-#     channels     its channels of a short convolution
-#     keys         its key heads of a gated delta net
-#     values       the value heads of these key heads
-#     numbers      a single row for each of these value heads
-#   from a part  by inputs, which are the outputs of such units: an all-reduce adds up the ranks'
-#                products, and only rank 0 has a bias that is not zero
-#   vocab        by rows, padded with zeros if V is not a multiple of the number of ranks
-#   whole        every rank has the whole tensor
-# A family whose modules have other names needs lines of its own: a module that is not in the table
-# is refused.
-SPLIT = {
-    "embedding": "vocab",
-    "attention.qkv": "queries gates kv kv",
-    "attention.qkv.0": "queries gates",  # where q, k and v are stored in different formats
-    "attention.qkv.1": "kv",
-    "attention.qkv.2": "kv",
-    "attention.out": "from queries",
-    "delta_net.inputs": "keys keys values values numbers numbers",
-    "delta_net.inputs.0": "keys keys values",
-    "delta_net.inputs.1": "values",
-    "delta_net.inputs.2": "numbers",
-    "delta_net.inputs.3": "numbers",
-    "delta_net.conv": "keys keys values",
-    "delta_net.decay": "numbers",
-    "delta_net.norm": "whole",
-    "delta_net.out": "from values",
-    "short_conv.inputs": "channels channels channels",
-    "short_conv.conv": "channels",
-    "short_conv.out": "from channels",
-    "mlp.gate_up": "hidden hidden",
-    "mlp.gate_up.0": "hidden",
-    "mlp.gate_up.1": "hidden",
-    "mlp.up": "hidden",
-    "mlp.down": "from hidden",
-    # All ranks must choose the same experts for a token. They do: the router's inputs are made from
-    # sums of all ranks (`all_reduce`), which have the same bits everywhere.
-    "experts.router": "whole",
-    "experts.gate_up": "hidden hidden",
-    "experts.gate_up.0": "hidden",
-    "experts.gate_up.1": "hidden",
-    "experts.down": "from hidden",
-    "experts.shared_gate": "whole",
-    "shared.gate_up": "hidden hidden",
-    "shared.gate_up.0": "hidden",
-    "shared.gate_up.1": "hidden",
-    "shared.down": "from hidden",
-    "output": "vocab",
-    "embedding_norm": "whole",
-    "attention_norm": "whole",
-    "attention.q_norm": "whole",  # width E, shared by all heads; or H * E: see Shard._slice
-    "attention.k_norm": "whole",
-    "attention_post_norm": "whole",
-    "mlp_norm": "whole",
-    "mlp_post_norm": "whole",
-    "norm": "whole",
-    "proj": "whole",  # of mtp.DraftLayer
-    "hidden_norm": "whole",
-}
 
 # ---------------------------------------------------------------- one rank's share
 
@@ -146,7 +80,8 @@ class Shard:
 
     rank: int
     ranks: int
-    # Kind of MLP (see mlp_kind) -> how many hidden units must stay together, if more than one: see `fit`
+    # Kind of MLP -> how many hidden units must stay together, if more than one: see `fit`. The kinds are
+    # "mlp", "experts" and "experts.shared".
     hidden_blocks: dict[str, int] = field(default_factory=dict)
     # The name of the process group for tensors on the model's device, which the functional
     # collectives take. `slices` needs no group.
@@ -169,115 +104,81 @@ class Shard:
         """This rank's range of n items."""
         return range(self.rank * n // self.ranks, (self.rank + 1) * n // self.ranks)
 
-    def _own_hidden(self, config: Config, kind: str) -> range:
-        """This rank's range of the hidden units of an MLP (see mlp_kind), in whole blocks."""
-        F = hidden_width(config, kind)
+    def own_hidden(self, kind: str, F: int) -> range:
+        """This rank's range of the F hidden units of an MLP (see hidden_blocks), in whole blocks."""
         size = self.hidden_blocks.get(kind, 1)
         blocks = self.own(-(-F // size))
         return range(min(F, blocks.start * size), min(F, blocks.stop * size))
 
-    def _part(self, config: Config, name: str, part: str) -> tuple[list[range], int]:
-        """This rank's rows of a part (see SPLIT) of the module with this name, and the number of all its
-        rows."""
-        H, K, E = config.heads
-        if part in ("queries", "gates"):
-            return [times(self.own(H), E)], H * E
-        if part == "kv":
-            return [range(E * head, E * (head + 1)) for head in self._kv_heads(config)], K * E
-        if part == "hidden":
-            kind = mlp_kind(name)
-            return [self._own_hidden(config, kind)], hidden_width(config, kind)
-        if part == "channels":
-            return [self.own(config.dim)], config.dim
+    def own_heads(self, n: int, shared_by: int) -> list[int]:
+        """The key and value heads that this rank keeps, in the order of its part of n query heads, of
+        which so many share one.
 
-        net = config.delta_net
-        n = net.n_key_head
-        own = self.own(n)
-        if part == "keys":
-            return [times(own, net.key_dim)], net.keys_width
-        width = net.value_dim if part == "values" else 1
-        # A key head has the value heads with its own number and with every n-th number after it.
-        starts = range(0, net.n_value_head, n)
-        return [times(range(start + own.start, start + own.stop), width) for start in starts], net.n_value_head * width
-
-    def _rows(self, config: Config, name: str, parts: list[str]) -> Slice:
-        """This rank's rows of a matrix that consists of these parts."""
-        rows = []
-        start = 0  # of the part
-        for part in parts:
-            own, height = self._part(config, name, part)
-            rows += [range(start + some.start, start + some.stop) for some in own]
-            start += height
-        return Slice(tuple(rows))
-
-    def _kv_heads(self, config: Config) -> list[int]:
-        """The key and value heads that this rank keeps, in the order of its query heads.
-
-        Each of them serves the same number of query heads. If neither K nor the number of ranks is
-        a multiple of the other, the ranks' ranges of query heads cut through groups, and each
-        query head gets its own copy of its key and value head.
+        Each of them serves the same number of query heads. If neither the number of these heads nor
+        that of ranks is a multiple of the other, the ranks' ranges of query heads cut through groups,
+        and each query head gets its own copy of its key and value head.
         """
-        H = config.n_head
-        K = config.n_kv_head
-        heads = [head // (H // K) for head in self.own(H)]
+        heads = [head // shared_by for head in self.own(n)]
+        K = n // shared_by
         if K % self.ranks and self.ranks % K:
             return heads
         return sorted(set(heads))
 
     def config(self, config: Config) -> Config:
         """The Config of this rank's part of a model."""
+        H = config.n_head
         own = {
-            "n_head": len(self.own(config.n_head)),
-            "n_kv_head": len(self._kv_heads(config)),
-            "hidden_dim": len(self._own_hidden(config, "mlp")) or 1,  # 0 only if no layer has such an MLP
+            "n_head": len(self.own(H)),
+            "n_kv_head": len(self.own_heads(H, H // config.n_kv_head)),
+            "hidden_dim": len(self.own_hidden("mlp", config.hidden_dim)) or 1,  # 0 only if no layer has such an MLP
             "vocab_size": -(-config.vocab_size // self.ranks),
             "n_token": None,
         }
-        net = config.delta_net
-        if net is not None:
-            n = len(self.own(net.n_key_head))
-            m = n * (net.n_value_head // net.n_key_head)
-            own["delta_net"] = dataclasses.replace(net, n_key_head=n, n_value_head=m)
-        conv = config.short_conv
-        if conv is not None:
-            own["short_conv"] = dataclasses.replace(conv, conv_channels=len(self.own(conv.conv_channels)))
-        if config.experts is not None:
-            hidden_dim = len(self._own_hidden(config, "experts"))
-            shared_dim = len(self._own_hidden(config, "experts.shared"))
-            own["experts"] = dataclasses.replace(config.experts, hidden_dim=hidden_dim, shared_dim=shared_dim)
+        parts = {name: getattr(config, name) for name in PARTS}
+        own |= {name: part.of_rank(self) for name, part in parts.items() if part is not None}
         return dataclasses.replace(config, **own)
+
+    def own_units(self, units: Units, start: int) -> list[range]:
+        """This rank's rows of units that begin at row `start` of a matrix."""
+        if units.shared_by > 1:
+            heads = self.own_heads(units.n, units.shared_by)
+            return [range(start + head * units.width, start + (head + 1) * units.width) for head in heads]
+        own = self.own(units.n) if units.even else self.own_hidden(units.name, units.n)
+        return [range(start + own.start * units.width, start + own.stop * units.width)]
+
+    def own_parts(self, parts: Iterable[Units]) -> list[range]:
+        """This rank's rows (or columns) of a matrix that consists of these units."""
+        found = []
+        start = 0
+        for units in parts:
+            found += self.own_units(units, start)
+            start += units.size
+        return found
 
     def slices(self, model: Transformer) -> dict[str, Slice]:
         """This rank's slice of each tensor of a whole model, by name. Call `fit` before."""
         return {name: self._slice(model, name) for name in model.state_dict()}
 
     def _slice(self, model: Transformer, tensor_name: str) -> Slice:
-        config = model.config
         name, _, kind = tensor_name.rpartition(".")  # the kind is "weight", "bias", "scales" ...
         module = model.get_submodule(name)
         N = len(getattr(module, kind))
-        how = split_of(name)
-        if config.qk_norm_whole:
-            how = {"q_norm": "queries", "k_norm": "kv"}.get(name.rpartition(".")[2], how)
+        rows = [units for piece in getattr(module, "rows", ()) for units in piece]
+        columns = getattr(module, "columns", ())
 
-        if how == "whole":
-            return Slice((range(N),))
-        if how == "vocab":
+        if rows and rows[0].name == VOCABULARY:
             height = -(-N // self.ranks)
             start = min(self.rank * height, N)
             return Slice((range(start, min(start + height, N)),), height=height)
-        if not how.startswith("from "):
-            parts = [part for part in how.split() if part != "gates" or config.attention_gate]
-            matrices = config.experts.n_expert if how.startswith("hidden") and mlp_kind(name) == "experts" else 1
-            return self._rows(config, name, parts * matrices)
-
-        # The columns are split.
+        if rows:
+            return Slice(tuple(self.own_parts(rows * getattr(module, "n_expert", 1))))
+        if not columns:
+            return Slice((range(N),))
         if kind == "bias":  # it is added once, by rank 0; the other ranks have zeros
-            rows = range(N) if self.rank == 0 else range(0)
-            return Slice((rows,), height=N)
-        own, _ = self._part(config, name, how.removeprefix("from "))
-        columns, count = columns_of(module, kind)
-        ranges = [range(part.start // columns * count, -(-part.stop // columns) * count) for part in own]
+            return Slice((range(N) if self.rank == 0 else range(0),), height=N)
+        width, count = columns_of(module, kind)
+        own = self.own_parts(columns)
+        ranges = [range(part.start // width * count, -(-part.stop // width) * count) for part in own]
         return Slice((range(N),), tuple(dict.fromkeys(ranges)))  # equal ones: a value for a whole row
 
     # The functional collectives, which torch.compile traces into its graph. They are called as
@@ -314,18 +215,7 @@ class Shard:
         return ops.wait_tensor(ops.broadcast(x, 0, self.group))
 
 
-def times(heads: range, width: int) -> range:
-    """The rows of some heads of this width."""
-    return range(heads.start * width, heads.stop * width)
-
-
 # ---------------------------------------------------------------- what cannot be split
-
-
-def split_of(name: str) -> str:
-    """The value in SPLIT of the longest key that matches a module's name, or "unknown"."""
-    fitting = [key for key in SPLIT if name == key or name.endswith("." + key)]
-    return SPLIT[max(fitting, key=len)] if fitting else "unknown"
 
 
 def columns_of(module: nn.Module, kind: str) -> tuple[int, int]:
@@ -347,60 +237,47 @@ def block_columns(module: nn.Module) -> int:
     return math.lcm(*(size for size in sizes if size < module.in_features))
 
 
-def mlp_kind(name: str) -> str:
-    """The kind of MLP that a module belongs to, by its name. Each kind has its own hidden width."""
-    if ".shared." in name:
-        return "experts.shared"
-    return "experts" if ".experts." in name else "mlp"
-
-
-def hidden_width(config: Config, kind: str) -> int:
-    """The number of hidden units of this kind of MLP."""
-    if kind == "mlp":
-        return config.hidden_dim
-    return config.experts.hidden_dim if kind == "experts" else config.experts.shared_dim
+def by_columns(model: Transformer) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the layers whose columns are split."""
+    return [(name, module) for name, module in model.named_modules() if getattr(module, "columns", ())]
 
 
 def hidden_blocks_of(model: Transformer) -> dict[str, int]:
     """How many consecutive hidden units must stay on one rank, for each kind of MLP of a whole model."""
     sizes = {}
-    for name, module in model.named_modules():
-        if split_of(name) == "from hidden":
-            kind = mlp_kind(name)
-            sizes[kind] = math.lcm(sizes.get(kind, 1), block_columns(module))
+    for _, module in by_columns(model):
+        units = module.columns[0]
+        if not units.even:
+            sizes[units.name] = math.lcm(sizes.get(units.name, 1), block_columns(module))
     return sizes
 
 
 def obstacles(model: Transformer, ranks: int) -> list[str]:
     """The reasons why a model cannot be split over this number of ranks; empty if it can."""
-    config = model.config
-    net = config.delta_net
-    counts = {"n_head": config.n_head}
-    if net is not None:
-        counts["n_key_head"] = net.n_key_head
-    if config.short_conv is not None:
-        counts["dim"] = config.dim
-    reasons = [f"{name} {n} is not a multiple of {ranks}" for name, n in counts.items() if n % ranks]
-    for kind, size in hidden_blocks_of(model).items():
-        F = hidden_width(config, kind)
-        pieces = -(-F // size)
-        if pieces < ranks:
-            reasons.append(f"{kind}.down: {F} columns in blocks of {size} are {pieces} blocks")
-
-    for name, module in model.named_modules():
-        how = split_of(name)
-        if ranks > 1 and how.startswith("from ") and how != "from hidden":
-            own, _ = Shard(0, ranks)._part(config, name, how.removeprefix("from "))
+    blocks = hidden_blocks_of(model)
+    reasons = []
+    counts = {"n_head": model.config.n_head}
+    for name, module in by_columns(model):
+        units = module.columns[0]
+        if units.even:
+            counts[units.name] = units.n
             size = block_columns(module)
-            if len(own[0]) % size:
-                what = f"{len(own[0])} columns per rank are not a multiple of its block of {size}"
-                reasons.append(f"{name}: {what}")
-    return reasons
+            own = sum(map(len, Shard(0, ranks).own_units(units, 0)))
+            if ranks > 1 and own % size:
+                reasons.append(f"{name}: {own} columns per rank are not a multiple of its block of {size}")
+            continue
+        size = blocks[units.name]
+        pieces = -(-units.n // size)
+        if pieces < ranks:
+            reasons.append(f"{units.name}.down: {units.n} columns in blocks of {size} are {pieces} blocks")
+    return [f"{name} {n} is not a multiple of {ranks}" for name, n in counts.items() if n % ranks] + reasons
 
 
 def check(model: Transformer, ranks: int):
-    for name in model.state_dict():
-        assert split_of(name.rpartition(".")[0]) != "unknown", f"SPLIT has no line for {name}"
+    for block in model.all_blocks:
+        for name, module in block.named_modules():
+            silent = isinstance(module, (Linear, QuantizedLinear)) and not module.rows and not module.columns
+            assert not silent, f"{name} does not say what its rows or columns consist of"
     if reasons := obstacles(model, ranks):
         possible = [n for n in range(1, model.config.n_head + 1) if not obstacles(model, n)]
         raise UserError(f"the model cannot be split over {ranks} ranks: {reasons[0]}; {possible} ranks are possible")

@@ -50,6 +50,7 @@ from config import Config, RopeScaling
 from costs import weight_bytes
 from engine import Engine
 from formats import Quantization, QuantizedLinear, Scheme, swap
+from load import install_kernels
 from model import Transformer
 
 BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, groupsize
@@ -254,7 +255,7 @@ def random_model(config: Config, device: torch.device, format: str, kernels: boo
     model = model.to_empty(device=device).eval()
     fill(model.state_dict().values())
     if kernels and device.type == "cuda":  # a whole step would take minutes in the interpreter
-        model.backend = kt.TritonInstaller(model).finish()
+        install_kernels(model)
     return model
 
 

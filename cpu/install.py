@@ -40,7 +40,7 @@ from cpu.layers import (
 )
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
 from cpu.threads import Threads, share_processors
-from formats import QuantizedEmbedding, StackedLinear, repack_layers
+from formats import QuantizedEmbedding, StackedLinear
 from kernels import KERNELS, MAX_DECODE_TOKENS
 from layers import Embedding, Linear
 from model import Block, Transformer
@@ -94,6 +94,7 @@ class CpuInstaller(Installer):
     def __init__(self, model: nn.Module, kernels: str = "auto", exact_activations: bool = False):
         super().__init__(model, kernels, exact_activations)
         self.has_kernels = kernels != "torch" and load_kernels(kernels)
+        self.formats = FORMATS_WITH_KERNELS if self.has_kernels else ()
         self.reserved: HugePages | None = None
         self.freed = 0  # bytes of layers that have been packed since their memory was released
         total = 0
@@ -121,9 +122,6 @@ class CpuInstaller(Installer):
     def pack(self, name: str):
         if not self.has_kernels:
             return
-        parent = self.model.get_submodule(name.rpartition(".")[0])
-        if isinstance(parent, (StackedLinear, PackedLinear)):  # a stack is packed as a whole
-            return
         plain = self.model.get_submodule(name)
         kind = packed_type(self.model, plain)
         if kind is None:
@@ -145,21 +143,18 @@ class CpuInstaller(Installer):
             return backend
 
         backend = replace(backend, name=LOADED[0].name)
-        repack_layers(model, FORMATS_WITH_KERNELS)
-        for name in [name for name, module in model.named_modules() if packed_type(model, module)]:
-            self.pack(name)
         if not isinstance(model, Transformer):
             return backend
 
         for block in model.all_blocks:
-            if block.experts is not None and KERNELS["cpu"] >= FUSED_OPERATIONS:
-                prepare_experts(block.experts, model.dtype)
+            for layer in block.mlp.sparse if KERNELS["cpu"] >= FUSED_OPERATIONS else ():
+                prepare_experts(layer, model.dtype)
         backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
         # A split model adds up the ranks' parts in the blocks.
         if not can_fuse(model.config) or model.shard.ranks > 1:
             return backend
-        layers = [layer for block in model.blocks for layer in linears_of(block)]
-        limits = [block.experts.max_run_tokens for block in model.blocks if block.experts is not None]
+        layers = [layer for block in model.blocks for layer in block.linears]
+        limits = [layer.max_run_tokens for block in model.blocks for layer in block.mlp.sparse]
         all_fused = all(map(prefills_fast, layers)) and all(limit == sys.maxsize for limit in limits)
         if model.mtp is not None:
             run = FusedBlocks([model.mtp.block], model.dtype)
@@ -243,9 +238,11 @@ class FusedBlocks(Registered):
     def __init__(self, blocks: Iterable[Block], dtype: torch.dtype):
         self.handles = [prepare_block(block, dtype) for block in blocks]
         # Looking up the caches as attributes takes 50 us.
-        self.modules = [block.attention._modules for block in blocks if block.attention is not None]
-        self.experts = [block.experts for block in blocks if block.experts is not None]
-        self.states = [(block.state, state_names(block.state)) for block in blocks if block.attention is None]
+        mixers = [block.mixer for block in blocks]
+        self.modules = [mixer._modules for mixer in mixers if not mixer.state.is_recurrent]
+        self.experts = [layer for block in blocks for layer in block.mlp.sparse]
+        states = [mixer.state for mixer in mixers if mixer.state.is_recurrent]
+        self.states = [(state, state_names(state)) for state in states]
         self.keep(torch.ops.fastpath.release_blocks, self.handles, blocks, dtype)
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
@@ -285,7 +282,7 @@ class DraftKeys(Registered):
         self.keep(torch.ops.fastpath.release_blocks, [self.block], layer, dtype)
 
     def __call__(self, layer, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None):
-        attention = layer.block.attention
+        attention = layer.block.mixer
         torch.ops.fastpath.write_draft_keys.default(
             embedded,
             hidden,
@@ -307,59 +304,36 @@ def state_names(state: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in STATE_TENSORS if name in state.shapes(torch.float32))
 
 
-def linears_of(block: Block) -> list[nn.Module]:
-    """The linear layers of a block: qkv (or the inputs of what is in the place of attention), out, up
-    (or gate and up), down. If the block has experts: qkv and out."""
-    mlp = block.mlp
-    if block.attention is None:
-        layers = [block.recurrent.inputs, block.recurrent.out]
-    else:
-        layers = [block.attention.qkv, block.attention.out]
-    if mlp is not None:
-        layers += [mlp.gate_up if mlp.gated else mlp.up, mlp.down]
-    return layers
-
-
 def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> int:
     """Register a block's weights with the kernels, for activations of this dtype, and return a
     handle to them. only_keys: the block writes keys and values, and does nothing else."""
-    attention = block.attention
     config = block.config
-    head_norms = [None, None]
-    vectors = [None] * 4
-    net_sizes = [0] * 4
-    if attention is not None:
-        head_norms = [attention.q_norm, attention.k_norm]
-    elif block.delta_net is not None:
-        net = block.delta_net
-        vectors = [net.conv.weight.T.contiguous(), net.decay.weight, net.decay.bias, net.norm.weight]
-        sizes = config.delta_net
-        net_sizes = [sizes.n_key_head, sizes.n_value_head, sizes.key_dim, sizes.value_dim]
-    else:
-        conv = block.short_conv.conv
-        vectors = [conv.weight.T.contiguous(), conv.bias, None, None]
+    own = block.mixer.block_arguments()
+    head_norms = own.get("head_norms", [None, None])
+    vectors = own.get("vectors", [None] * 4)
+    experts = [] if only_keys else [layer.run.handle for layer in block.mlp.sparse]
 
     tensors = []
     for norm in (block.attention_norm, block.mlp_norm):
         tensors += [getattr(norm, "weight", None), getattr(norm, "bias", None)]
     for norm in (*head_norms, block.attention_post_norm, block.mlp_post_norm):
         tensors.append(getattr(norm, "weight", None))
-    linears = linears_of(block)[:1] if only_keys else linears_of(block)
+    linears = block.linears[:1] if only_keys else block.linears
     layers = [prepare(layer) for layer in linears]  # the block keeps them when released
-    gates = 0 if attention is None else attention.gate_heads
-    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim, gates, *net_sizes]
+    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim]
+    sizes += [own.get("gate_heads", 0), *own.get("net_sizes", [0] * 4)]
     return torch.ops.fastpath.prepare_block(
         tensors + vectors,
         [layer.handle for layer in layers],
         sizes,
         dtype,
-        None if attention is None else attention.window,
-        1.0 if attention is None else attention.scale,
+        own.get("window"),
+        own.get("scale", 1.0),
         config.norm_eps,
         block.residual_scale,
         config.mlp,
         config.qk_norm_whole,
         block.post_norm_residual,
         block.rope_table,
-        None if block.experts is None or only_keys else block.experts.run.handle,
+        experts[0] if experts else None,
     )

@@ -36,8 +36,7 @@ class MtpDraft(Draft):
     def __init__(self, model: Transformer):
         self.head = DraftHead(model)
         layers = [model.mtp.proj, model.mtp.block, self.head.layer]
-        sparse = model.mtp.block.experts
-        self.reads = reads_of(layers, [] if sparse is None else [sparse])
+        self.reads = reads_of(layers, model.mtp.block.mlp.sparse)
 
     def begin(self, engine: Engine):
         super().begin(engine)

@@ -9,7 +9,7 @@
 So a token is multiplied with k of X experts, and a step reads only the experts that its tokens have
 chosen. docs/experts.md has the numbers.
 
-Read down: SparseMLP, the layer; Router; the loop over the experts, in plain PyTorch. kernels.py
+Read down: SparseMLP, the layer; the loop over the experts, in plain PyTorch. kernels.py
 says which operation computes the same with the kernels of a device. A model without experts needs
 nothing of this file.
 
@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import Config
-from kernels import MAX_DECODE_TOKENS, define_reference, linear
-from layers import ExpertStack, empty_parameter
+from kernels import MAX_DECODE_TOKENS, define_reference
+from layers import ExpertStack, FeedForward, Router, Units
 
 # In prefill, torch multiplies with weights that are not quantized. It may sum in another order for
 # fewer rows than this, so an expert of fewer tokens gets rows of zeros: its bits must not depend on
@@ -38,8 +38,10 @@ from layers import ExpertStack, empty_parameter
 PREFILL_ROWS = 32
 
 
-class SparseMLP(nn.Module):
-    """Experts in the place of an MLP."""
+class SparseMLP(FeedForward):
+    """Experts instead of one MLP."""
+
+    name = "experts"
 
     counts: Tensor  # see `set_counts`
 
@@ -51,8 +53,9 @@ class SparseMLP(nn.Module):
         self.k = experts.n_active
         self.normalized = experts.normalized
         self.router = Router(config.dim, self.X)
-        self.gate_up = ExpertStack(config.dim, 2 * experts.hidden_dim, self.X)  # of each: rows gate, then up
-        self.down = ExpertStack(experts.hidden_dim, config.dim, self.X)
+        hidden = Units("experts", experts.hidden_dim, even=False)
+        self.gate_up = ExpertStack(config.dim, 2 * experts.hidden_dim, self.X, [[hidden], [hidden]])
+        self.down = ExpertStack(experts.hidden_dim, config.dim, self.X, columns=[hidden])
         self.shared = shared
         self.shared_gate = None if shared is None else Router(config.dim, 1)
         # What a backend.Installer sets: run(x, input_pos, counts) -> y (B,S,D) computes the layer
@@ -67,6 +70,14 @@ class SparseMLP(nn.Module):
     def __setstate__(self, state):  # a copy gets a number of its own
         super().__setstate__(state)
         self._register()
+
+    @property
+    def sparse(self) -> list[FeedForward]:
+        return [self]
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        return []  # `blocks` runs the experts by the handle of `run`
 
     def set_counts(self, counts: Tensor):
         """counts (X+1,) int64: how many tokens have used each expert, and for how many experts a pass
@@ -104,21 +115,8 @@ class SparseMLP(nn.Module):
         """Add the experts of a pass to `counts`."""
         used = torch.where(ids >= 0, ids, self.X).flatten()
         tokens = torch.zeros_like(self.counts).scatter_add(0, used, torch.ones_like(used))
-        tokens[self.X] = (tokens[: self.X] > 0).sum()  # in the place of the number of padding
+        tokens[self.X] = (tokens[: self.X] > 0).sum()  # replaces the number of padding
         self.counts.add_(tokens)
-
-
-class Router(nn.Module):
-    """x W^T in float32: the logits of the experts, or of the gate of the shared expert."""
-
-    bias = None  # so that it can be prepared for the kernels as a Linear
-
-    def __init__(self, dim: int, n: int):
-        super().__init__()
-        self.weight = empty_parameter(n, dim)  # float32
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x.float(), self.weight)
 
 
 # ---------------------------------------------------------------- the loop over the experts

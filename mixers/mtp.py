@@ -56,15 +56,15 @@ class DraftLayer(nn.Module):
         h = self.block.attention_norm(z)
         # The first token of a row has no hidden state before it: its pair goes to the scratch slot.
         pair_pos = (input_pos - 1).clamp(min=-1)
-        ropes = self.block.attention.positions.ropes(pair_pos)
-        self.block.attention.read(h, ropes[self.block.rope_table], pair_pos, rows)
+        ropes = self.block.mixer.positions.ropes(pair_pos)
+        self.block.mixer.read(h, ropes[self.block.rope_table], pair_pos, rows)
 
     def forward(self, embedded: Tensor, hidden: Tensor, pair_pos: Tensor, rows: Tensor, backend: Backend) -> Tensor:
         """The normalized outputs (B,S,D) for pairs of a token (its embedding) and the hidden state
         before it, (B,S,D) each. pair_pos (B,S): the positions of the hidden states; -1 is padding.
         """
         z = self.join(embedded, hidden)
-        ropes = self.block.attention.positions.ropes(pair_pos)
+        ropes = self.block.mixer.positions.ropes(pair_pos)
         if backend.run_draft is not None and z.shape[1] <= backend.max_fused_tokens:
             y = backend.run_draft([self.block], z, ropes, pair_pos, rows)
         else:

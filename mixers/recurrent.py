@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from config import Config, DeltaNet, ShortConv
 from kernels import DELTA_WINDOW, LIBRARY, MAX_DECODE_TOKENS, has_kernel, is_finite
-from layers import Linear, RMSNorm, empty_parameter
+from layers import Linear, RMSNorm, Rows, TokenMixer, Units, empty_parameter
 
 L2_EPS = 1e-6  # added to the squared length of queries and keys
 SNAPSHOT_INTERVAL = 512  # tokens between two snapshots of a long prompt
@@ -33,24 +33,49 @@ SNAPSHOTS_PER_ROW = 4  # the memory for snapshots is at least enough for this ma
 # ---------------------------------------------------------------- the layers
 
 
-class GatedDeltaNet(nn.Module):
+class RecurrentMixer(TokenMixer):
+    """A token mixer with an input projection, a convolution, a recurrent state and an output projection."""
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        return [self.inputs, self.out]
+
+
+class GatedDeltaNet(RecurrentMixer):
     """A gated delta net (arXiv:2412.06464): like attention, but with a matrix for each value head as
     the only memory of earlier tokens."""
+
+    name = "delta_net"
 
     def __init__(self, config: Config):
         super().__init__()
         net = config.delta_net
         self.net = net
+        # A rank has some key heads, and the value heads that read with their queries and keys.
+        n = net.n_key_head
+        keys = Units("n_key_head", n, net.key_dim)
+        values = [Units("n_key_head", n, net.value_dim)] * (net.n_value_head // n)
+        numbers = [Units("n_key_head", n)] * (net.n_value_head // n)  # one for each value head
+        mixed = [keys, keys, *values]
         # Rows: queries, keys, values, the gate of the output, beta and the decay's input of each value head
         width = net.conv_channels + net.values_width + 2 * net.n_value_head
-        self.inputs = Linear(config.dim, width, bias=False)
-        self.conv = Convolution(net.conv_channels, net.conv_width)
-        self.decay = Decay(net.n_value_head)
+        self.inputs = Linear(config.dim, width, False, [mixed, values, numbers, numbers])
+        self.conv = Convolution(net.conv_channels, net.conv_width, [mixed])
+        self.decay = Decay(net.n_value_head, [numbers])
         self.norm = RMSNorm(net.value_dim, config.norm_eps)  # of each value head's output
-        self.out = Linear(net.values_width, config.dim, bias=False)
+        self.out = Linear(net.values_width, config.dim, False, columns=values)
         self.state = DeltaState(net)
 
-    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
+    def block_arguments(self) -> dict:
+        net = self.net
+        vectors = [self.conv.weight.T.contiguous(), self.decay.weight, self.decay.bias, self.norm.weight]
+        sizes = [net.n_key_head, net.n_value_head, net.key_dim, net.value_dim]
+        return {"vectors": vectors, "net_sizes": sizes}
+
+    def flops(self, context: int) -> int:
+        return 7 * self.net.matrix_elements
+
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor, rope=None) -> Tensor:
         net = self.net
         B, S, _ = x.shape
         widths = [net.conv_channels, net.values_width, net.n_value_head, net.n_value_head]
@@ -73,20 +98,26 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(RecurrentMixer):
     """A short convolution with a gate before it and one behind it: like attention, but a token sees
     only the latest few tokens."""
+
+    name = "short_conv"
 
     def __init__(self, config: Config):
         super().__init__()
         conv = config.short_conv
+        channels = Units("dim", conv.conv_channels)
         # Rows: the gate of the inputs, the gate of the outputs, the inputs
-        self.inputs = Linear(config.dim, 3 * conv.conv_channels, conv.bias)
-        self.conv = Convolution(conv.conv_channels, conv.conv_width, conv.bias)
-        self.out = Linear(conv.conv_channels, config.dim, conv.bias)
+        self.inputs = Linear(config.dim, 3 * conv.conv_channels, conv.bias, [[channels, channels, channels]])
+        self.conv = Convolution(conv.conv_channels, conv.conv_width, [[channels]], conv.bias)
+        self.out = Linear(conv.conv_channels, config.dim, conv.bias, columns=[channels])
         self.state = ConvState(conv)
 
-    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
+    def block_arguments(self) -> dict:
+        return {"vectors": [self.conv.weight.T.contiguous(), self.conv.bias, None, None]}
+
+    def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor, rope=None) -> Tensor:
         gate, out_gate, x = self.inputs(x).chunk(3, dim=2)  # (B,S,channels) each
 
         self.state.move_base(input_pos, rows)
@@ -97,8 +128,11 @@ class ShortConvolution(nn.Module):
 class Convolution(nn.Module):
     """A causal convolution over the latest tokens, for each channel by itself."""
 
-    def __init__(self, channels: int, width: int, bias: bool = False):
+    is_float32 = True  # its weights, in a model of any dtype
+
+    def __init__(self, channels: int, width: int, rows: Rows, bias: bool = False):
         super().__init__()
+        self.rows = rows
         self.weight = empty_parameter(channels, width)  # float32; the last column is for the token itself
         self.bias = empty_parameter(channels) if bias else None  # float32
         self.width = width
@@ -114,8 +148,11 @@ class Convolution(nn.Module):
 class Decay(nn.Module):
     """The logarithm of the factor by which a value head's matrix shrinks with a token."""
 
-    def __init__(self, heads: int):
+    is_float32 = True
+
+    def __init__(self, heads: int, rows: Rows):
         super().__init__()
+        self.rows = rows
         self.weight = empty_parameter(heads)  # float32, below 0
         self.bias = empty_parameter(heads)  # float32
 
@@ -135,6 +172,8 @@ class Tail(nn.Module):
     tail (R,W+before+1,channels): the vectors, each at its position modulo W + before; padding writes
     to the last slot.
     """
+
+    is_recurrent = True
 
     def __init__(self, channels: int, before: int):
         """before: how many vectors before its first position a pass needs."""
@@ -238,6 +277,10 @@ class ConvState(Tail):
     def shapes(self, dtype):
         return {"base": ((), torch.int64)} | super().shapes(dtype)
 
+    def step_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes that a step reads and writes for each row."""
+        return self.net.conv_width * self.channels * dtype.itemsize
+
     def move_base(self, input_pos: Tensor, rows: Tensor):
         """Set the base of the rows of a pass over positions (B,S) of rows (B,). (That of a DeltaState
         is set by mixers.recurrent.gated_delta.)
@@ -282,6 +325,9 @@ class DeltaState(ConvState):
         }
         return super().shapes(dtype) | {name: (shape, torch.float32) for name, shape in floats.items()}
 
+    def step_bytes(self, dtype):
+        return 2 * 4 * self.net.matrix_elements
+
     def snapshot_shapes(self, dtype):
         net = self.net
         matrix = (net.n_value_head, net.key_dim, net.value_dim)
@@ -300,29 +346,19 @@ def bytes_of(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
-def make_states(config: Config) -> list[Tail]:
-    """The states, not yet allocated, of all recurrent layers of a model, and that of its draft layer."""
-    net = config.recurrent
-    kind = DeltaState if isinstance(net, DeltaNet) else ConvState
-    states = [kind(net) for _ in net.layers]
-    if config.mtp:
-        states.append(Tail(config.dim, 1))  # that of mtp.DraftLayer
-    return states
-
-
 # ---------------------------------------------------------------- snapshots
 
 
 def snapshot_slots(
-    config: Config, rows: int, positions: int, kv_bytes: int, dtype: torch.dtype, limit: int | None
+    states: list[Tail], rows: int, positions: int, kv_bytes: int, dtype: torch.dtype, limit: int | None
 ) -> int:
-    """How many snapshots are kept of `rows` rows with this many positions each.
+    """How many snapshots of these states are kept, for `rows` rows with this many positions each.
 
     limit: the bytes for them, in all layers. By default as many bytes as the keys and values of all
     rows have (kv_bytes), but at least SNAPSHOTS_PER_ROW snapshots for each row, and no more than one
     for SNAPSHOT_POSITIONS positions: those of a short convolution are small.
     """
-    size = sum(state.snapshot_bytes(dtype) for state in make_states(config))
+    size = sum(state.snapshot_bytes(dtype) for state in states)
     if limit is not None:
         return limit // size
     slots = min(kv_bytes // size, rows * positions // SNAPSHOT_POSITIONS)

@@ -22,6 +22,7 @@ from checkpoint import can_draft, check_finite, check_shapes, empty_model, layer
 from cli import UserError, print_status
 from config import Config
 from formats import piece_rows
+from model import Transformer
 from sources.families import Layout
 
 # The dtypes of tensors that are not quantized. Others, such as float8, need scales that are stored
@@ -40,13 +41,15 @@ class Destination:
     is_transposed: bool = False  # a tensor (X,C,N) with the matrices of all experts
 
 
-def destinations(config: Config, layout: Layout, found: dict[str, tuple]) -> dict[str, Destination]:
+def destinations(model: Transformer, layout: Layout, found: dict[str, tuple]) -> dict[str, Destination]:
     """name in the file -> Destination, for each tensor that the model needs, in its order.
 
-    found: name -> shape of the tensors of the file. They show how it stores experts.
+    model: whole, not quantized, on the meta device. found: name -> shape of the tensors of the file.
+    They show how it stores experts.
     """
+    config = model.config
     places = {}
-    for target, tensor in empty_model(config).state_dict().items():
+    for target, tensor in model.state_dict().items():
         module, _, kind = target.rpartition(".")
         prefix, ours = prefix_of(module, config, layout)
         if ours in EXPERT_STACKS:
@@ -61,7 +64,7 @@ def destinations(config: Config, layout: Layout, found: dict[str, tuple]) -> dic
 
         row_counts = [tensor.shape[0]]
         if len(names) > 1:
-            row_counts = piece_rows(config, ours)
+            row_counts = piece_rows(model.get_submodule(module))
         for name, rows in zip(names, row_counts):
             shape = torch.Size([rows, *tensor.shape[1:]])
             places[f"{prefix}{name}{ending}"] = Destination(target, shape, layout.folds.get(name))
@@ -110,26 +113,31 @@ def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
     return "", module
 
 
-def with_draft_layer(path: Path, config: Config, layout: Layout, found: dict[str, tuple]) -> Config:
-    """The Config of a model whose file has these tensors (name -> shape) of a layer that drafts tokens
-    (mtp). If the layer is of another kind than mtp.DraftLayer, a line says that it is left out."""
+def with_mtp_layer(path: Path, config: Config, layout: Layout, found: dict[str, tuple]) -> Transformer:
+    """The model on the meta device, with its MTP layer if the file has the layer's tensors.
+
+    found: name -> shape of these. If the layer is of another kind than mtp.DraftLayer, a line says
+    that it is left out.
+    """
     if not found:
-        return config
+        return empty_model(config)
     if layout.draft_layer is None or config.recurrent is None:
-        why = "such a layer is supported in Qwen3.5 only"
-    elif not can_draft():
-        why = "mixers/mtp.py is missing"
-    else:
-        config_with = dataclasses.replace(config, mtp=True)
-        places = destinations(config_with, layout, found)
-        expected = {name: place.shape for name, place in places.items() if place.target.startswith("mtp.")}
-        try:
-            check_shapes(path, without_ones(found), without_ones(expected))
-            return config_with
-        except UserError as error:
-            why = str(error).removeprefix(str(path)).lstrip(": ")
-    print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): {why}")
-    return config
+        print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): it is supported in Qwen3.5 only")
+        return empty_model(config)
+    if not can_draft():
+        print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): mixers/mtp.py is missing")
+        return empty_model(config)
+
+    model = empty_model(dataclasses.replace(config, mtp=True))
+    places = destinations(model, layout, found)
+    expected = {name: place.shape for name, place in places.items() if place.target.startswith("mtp.")}
+    try:
+        check_shapes(path, without_ones(found), without_ones(expected))
+    except UserError as error:
+        reason = str(error).removeprefix(str(path)).lstrip(": ")
+        print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): {reason}")
+        model.remove_mtp()
+    return model
 
 
 def without_ones(shapes: dict[str, tuple]) -> dict[str, tuple[int, ...]]:
@@ -140,16 +148,16 @@ def without_ones(shapes: dict[str, tuple]) -> dict[str, tuple[int, ...]]:
 class AssembledWeights:
     """The weights of a model in a file of another project. UserError if they do not fit the model."""
 
-    def __init__(self, path: Path, file: Any, config: Config, layout: Layout, unneeded: Callable[[str], bool]):
-        """path: for messages. file: a GgufFile or an HfFiles. unneeded: whether a tensor of this
-        name, which the model does not have, may be left out."""
+    def __init__(self, path: Path, file: Any, model: Transformer, layout: Layout, unneeded: Callable[[str], bool]):
+        """path: for messages. file: a GgufFile or an HfFiles. model: as in `destinations`. unneeded: whether
+        a tensor of this name, which the model does not have, may be left out."""
         self.path = path
         self.file = file
         self.is_mapped = file.is_mapped
-        self.config = config
+        self.config = model.config
 
         found = file.shapes()
-        self.places = destinations(config, layout, found)
+        self.places = destinations(model, layout, found)
         # The names of tensors that the model does not need
         self.left_out = [name for name in found if name not in self.places and unneeded(name)]
         needed = {name: shape for name, shape in found.items() if name not in self.left_out}

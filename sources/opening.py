@@ -18,16 +18,16 @@ from checkpoint import (
     DRAFT_LAYER,
     Checkpoint,
     FileStates,
-    empty_model,
     is_ours,
     open_directory,
     read_recommended,
 )
 from cli import UserError, print_status
 from config import Config
-from formats import matrices
+from formats import matrices, swap
+from model import Transformer
 from sources import hub, wheels
-from sources.assemble import AssembledWeights, with_draft_layer
+from sources.assemble import AssembledWeights, with_mtp_layer
 from sources.families import Layout
 from sources.gguf_header import gguf_name, is_gguf, split_files
 from sources.hf_directory import HfFiles, hf_family, hf_tokenizer_files, vocabulary_size
@@ -88,10 +88,11 @@ def open_hf(directory: Path) -> Checkpoint:
     layout = family.layout
     if config.tied_embeddings:
         config, layout = correct_tied_head(config, file)
-    draft_tensors = {name: shape for name, shape in file.shapes().items() if name.startswith(DRAFT_LAYER)}
-    config = with_draft_layer(directory, config, layout, draft_tensors)
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
+    mtp_tensors = {name: shape for name, shape in file.shapes().items() if name.startswith(DRAFT_LAYER)}
+    model = with_mtp_layer(directory, config, layout, mtp_tensors)
+    config = model.config
 
     def is_other_modality(name: str) -> bool:
         return family.multimodal is not None and name.removeprefix("model.").startswith(OTHER_MODALITIES)
@@ -102,15 +103,15 @@ def open_hf(directory: Path) -> Checkpoint:
         is_rope_table = name.endswith("rotary_emb.inv_freq")  # old checkpoints contain it
         return is_other_modality(name) or name.startswith(DRAFT_LAYER) or is_rope_table
 
-    def open_weights() -> AssembledWeights:
-        weights = AssembledWeights(directory, HfFiles(directory, layout), config, layout, unneeded)
+    def open_weights(model: Transformer) -> AssembledWeights:
+        weights = AssembledWeights(directory, HfFiles(directory, layout), model, layout, unneeded)
         if any(map(is_other_modality, weights.left_out)):
             print_status(f"{directory}: left out: tensors of other modalities")
         return weights
 
     read_tokenizer = partial(hf_tokenizer_files, directory)
-    recommended = read_recommended(directory)
-    return Checkpoint(directory, config, None, open_weights, read_tokenizer, files, recommended=recommended)
+    about = {"recommended": read_recommended(directory), "made_model": model}
+    return Checkpoint(directory, config, None, open_weights, read_tokenizer, files, **about)
 
 
 def correct_tied_head(config: Config, file: HfFiles) -> tuple[Config, Layout]:
@@ -152,17 +153,19 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
     file = GgufFile(path)
     config = file.config()
     layout = file.family.gguf_layout
-    draft_tensors = {name: shape for name, shape in file.shapes().items() if file.is_of_draft_layer(name)}
-    config = with_draft_layer(path, config, layout, draft_tensors)
+    mtp_tensors = {name: shape for name, shape in file.shapes().items() if file.is_of_draft_layer(name)}
+    model = with_mtp_layer(path, config, layout, mtp_tensors)
 
     def unneeded(name: str) -> bool:
         # The values of RoPE's tensors are in the Config.
         return name in ROPE_TENSORS or file.is_of_draft_layer(name)
 
-    weights = AssembledWeights(path, file, config, layout, unneeded)
+    weights = AssembledWeights(path, file, model, layout, unneeded)
     quantization = None
     if not dequantize:
-        names = [name for name, _ in matrices(empty_model(config))]
+        names = [name for name, _ in matrices(model)]
         quantization = file.quantization({name: weights.stacks[f"{name}.weight"] for name in names})
-    about = {"name": gguf_name(path), "recommended": file.recommended()}
-    return Checkpoint(path, config, quantization, lambda: weights, file.tokenizer_files, files, **about)
+    if quantization is not None:
+        swap(model, quantization.scheme)
+    about = {"name": gguf_name(path), "recommended": file.recommended(), "made_model": model}
+    return Checkpoint(path, model.config, quantization, lambda _: weights, file.tokenizer_files, files, **about)

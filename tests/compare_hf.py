@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint import DTYPES, Checkpoint
 from cli import ArgumentParser, UserError, number, run_command
-from costs import check_memory, state_bytes
+from costs import check_memory, total_weight_bytes
 from engine import check_prompt
 from generate import token_ids
 from load import load_model, open_checkpoint
@@ -91,12 +91,12 @@ def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict
     gates = H * E if model.config.attention_gate else 0  # they follow the queries
     for i, block in enumerate(model.blocks):
         parts = {}
-        if block.experts is None:
+        if not block.mlp.sparse:
             gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
             parts = {"mlp.gate": gate, "mlp.up": up}
-        if block.attention is not None:
+        if not block.mixer.state.is_recurrent:
             q, _, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, gates, K * E, K * E], dim=-1)
-            keys = block.attention.cache.k[:, :, : len(ids)]  # (1,K,S,E)
+            keys = block.mixer.cache.k[:, :, : len(ids)]  # (1,K,S,E)
             parts |= {"attention.q": q, "attention.k": k, "attention.v": v, "attention.k_cache": keys}
         tensors |= {f"blocks.{i}.{name}": part for name, part in parts.items()}
 
@@ -222,7 +222,8 @@ def main(argv=None) -> int:
     checkpoint = open_checkpoint(args.checkpoint, dequantize=True)
     dtype = DTYPES[args.dtype]
     ids = choose_ids(args, checkpoint)
-    check_memory(checkpoint.config, "cpu", dtype, state_bytes(checkpoint.config, 1, len(ids), dtype))
+    model = checkpoint.empty_model()
+    check_memory(total_weight_bytes(model, dtype), model.cache_bytes(1, len(ids), dtype), "cpu")
     ours = run_ours(checkpoint, ids, dtype)
     is_same = compare(ours, run_source(source, ids, dtype), args.tolerance)
     return 0 if is_same else 1

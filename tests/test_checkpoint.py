@@ -14,10 +14,10 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import ShardFile, Writer, read_config
+from checkpoint import ShardFile, Writer, empty_model, read_config
 from cli import UserError
 from config import Config
-from costs import available_memory, check_memory, state_bytes
+from costs import available_memory, check_memory, total_weight_bytes
 from load import load_model
 
 SMALL = Config(1, 1, 1, 2, 2, 2, 2, 2)
@@ -99,11 +99,12 @@ def test_memory_is_refused_before_loading_with_both_numbers(monkeypatch):
     config = Config(40, 64, 8, 128, 8192, 28672, 128256, 131072)
     monkeypatch.setattr("costs.available_memory", lambda device: 30_000_000_000)
     with pytest.raises(UserError, match=r"needs 7\d\.\d\d GB .*7\d.\d\d weights, 0.17 KV cache.* 30.00 GB are free"):
-        check_memory(config, "cpu", torch.bfloat16, state_bytes(config, 1, 1016, torch.bfloat16))
-    small = Config(2, 4, 2, 8, 32, 64, 100, 64)
-    check_memory(small, "cpu", torch.float32, 10**6)
+        model = empty_model(config)
+        caches = model.cache_bytes(1, 1016, torch.bfloat16)
+        check_memory(total_weight_bytes(model, torch.bfloat16), caches, "cpu")
+    check_memory(10**6, 10**6, "cpu")
     with pytest.raises(UserError, match="KV cache"):
-        check_memory(small, "cpu", torch.float32, 10**14)
+        check_memory(10**6, 10**14, "cpu")
 
 
 def test_available_memory_is_plausible():

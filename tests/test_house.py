@@ -215,8 +215,8 @@ def test_a_plain_prompt_imports_few_modules(tiny, python):
     command = [*python, "-c", FIRST_KERNEL.replace("OURS", repr({*FILES, *ROOMS})), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     names = done.stdout.split()
-    files = "backend checkpoint cli compile config costs engine formats generate kernels layers load model options"
-    files += " positions sampling text text.chat_template text.tokenizer watchdog"
+    files = "backend checkpoint cli compile config costs engine formats generate kernels layers load mixers model"
+    files += " options positions sampling text text.chat_template text.tokenizer watchdog"
     others = [name for name in names if not name.startswith("cpu")]
     assert others == files.split(), done.stderr
     folder = {"cpu"} | {name for name in FILES if name.startswith("cpu.")}

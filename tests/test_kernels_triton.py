@@ -29,7 +29,7 @@ from cpu.build import load_kernels
 from formats import Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, StackedLinear, pack, quantize_model
 from kernels import attention_reference
 from layers import Linear, RMSNorm
-from load import load_model
+from load import install_kernels, load_model
 from mixers.recurrent import gated_delta
 from positions import rope_table, rotate
 from quantize import quantize_checkpoint
@@ -357,7 +357,7 @@ def sparse_models(mode):
         plain = quantize_model(plain, Quantization(mode, 32, "int8"))
     plain.to(DEVICE)
     ours = copy.deepcopy(plain)
-    ours.backend = kt.TritonInstaller(ours).finish()
+    install_kernels(ours, installer=kt.TritonInstaller(ours))
     assert ours.backend.run_blocks is kt.fused_blocks
     return ours, plain
 
@@ -532,7 +532,7 @@ def models(tiny, tmp_path):
             quantize_checkpoint(directory, tmp_path / "q", quantization)
             directory = tmp_path / "q"
         ours, plain = (load_model(directory, device=DEVICE, dtype=dtype, kernels="torch") for _ in range(2))
-        ours.backend = kt.TritonInstaller(ours).finish()
+        install_kernels(ours, installer=kt.TritonInstaller(ours))
         assert (ours.backend.run_blocks is not None) == (not name.startswith(NOT_FUSED))
         assert not any(isinstance(module, QuantizedLinear) for module in ours.modules())
         return ours, plain

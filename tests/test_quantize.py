@@ -215,7 +215,7 @@ def test_an_invalid_quantization(tiny, tmp_path):
 def test_a_second_loss_is_named_before_it_begins(capsys, mode):
     dense = quantize.open_dense(str(default_gguf()), Quantization(mode, 32, "none"))
     assert dense.quantization is None
-    result = total_weight_bytes(dense.config, torch.bfloat16, Quantization(mode, 32, "none"))
+    result = total_weight_bytes(empty_model(dense.config, Quantization(mode, 32, "none")), torch.bfloat16)
     expected = f"quantized already (q4_1, q8_0); its weights are rounded again, to {mode}; "
     expected += f"the checkpoint will have {result / 1e6:.0f} MB, the file has 98 MB\n"
     assert expected in capsys.readouterr().err

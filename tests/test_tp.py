@@ -28,7 +28,7 @@ from formats import FORMATS, Quantization, QuantizedLinear, quantize_model
 from load import Loader, load_model
 from options import ModelOptions
 from quantize import quantize_checkpoint
-from tp import SPLIT, TIMEOUT_S, Shard, check
+from tp import TIMEOUT_S, Shard, check
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of the order of 1 to 10
 LAUNCH_S = 60  # to start and end a few ranks on a busy machine
@@ -172,10 +172,10 @@ def test_key_and_value_heads_of_a_rank():
         config = Config(1, H, K, 4, 8, 8 * ranks, 20, 16)
         for rank in range(ranks):
             shard = Shard(rank, ranks)
-            own, kv = shard.own(H), shard._kv_heads(config)
+            own, kv = shard.own(H), shard.own_heads(H, H // K)
             local = shard.config(config)
             assert [kv[i // (local.n_head // local.n_kv_head)] for i in range(len(own))] == [h // (H // K) for h in own]
-    assert Shard(5, 8)._kv_heads(Config(1, 16, 2, 4, 8, 8, 20, 16)) == [1], "two heads on eight ranks: one each"
+    assert Shard(5, 8).own_heads(16, 8) == [1], "two heads on eight ranks: one each"
 
 
 @pytest.mark.parametrize("sizes, quantization, ranks, why", [
@@ -245,10 +245,11 @@ def test_the_part_of_a_model_in_4_bits_as_a_draft(tmp_path, groupsize, head, exc
         assert all(torch.equal(part, slices[name].cut(state[name])) for name, part in draft.state_dict().items())
 
 
-def test_a_module_that_the_table_does_not_know_is_refused(monkeypatch):
-    monkeypatch.delitem(SPLIT, "attention.q_norm")
-    with pytest.raises(AssertionError, match="no line for blocks.0.attention.q_norm"):
-        check(empty_model(Config(1, 2, 2, 4, 8, 8, 20, 16, qk_norm=True)), 2)
+def test_a_layer_that_does_not_say_how_it_is_split_is_refused():
+    model = empty_model(Config(1, 2, 2, 4, 8, 8, 20, 16))
+    model.blocks[0].mixer.out.columns = ()
+    with pytest.raises(AssertionError, match="attention.out does not say what its rows or columns consist of"):
+        check(model, 2)
 
 
 def torchrun(ranks, *args, program=ROOT / "generate.py", **options):

@@ -192,7 +192,7 @@ class Distillation:
 
 def write_draft(draft: Transformer, tokenizer_files: TokenizerFiles, out: Path):
     """Write a checkpoint in bfloat16."""
-    with Writer(out, total_weight_bytes(draft.config, torch.bfloat16)) as writer:
+    with Writer(out, total_weight_bytes(draft, torch.bfloat16)) as writer:
         for name, tensor in draft.state_dict().items():
             writer.add(name, tensor.to(torch.bfloat16))
         writer.add_config(draft.config)
@@ -220,7 +220,7 @@ def main():
     text = read_teacher_text(args.text, target)
     config = draft_config(target.config, args.layers, args.width)
     int8 = Quantization("int8", 32, "int8")
-    megabytes = total_weight_bytes(config, torch.bfloat16, int8) / 1e6
+    megabytes = total_weight_bytes(ck.empty_model(config, int8), torch.bfloat16) / 1e6
     print_status(f"the draft will have {megabytes:.1f} MB in int8")
 
     head = output_head_rows(target, torch.arange(config.vocab_size)).to(torch.bfloat16)

@@ -297,16 +297,17 @@ def test_opcheck_of_blocks(tiny, name):
     input_pos = torch.tensor([[0, 1], [0, -1]])
     cos, sin = model.positions.ropes(input_pos)[0]
     tables = ([cos], [sin], None, model.positions.query_scales)
-    attentions = [block.attention for block in model.blocks if block.attention is not None]
-    recurrent = [block.state for block in model.blocks if block.attention is None]
-    caches = [[attention.cache.k for attention in attentions], [attention.cache.v for attention in attentions]]
+    states = [block.mixer.state for block in model.blocks]
+    recurrent = [state for state in states if state.is_recurrent]
+    kept = [state for state in states if not state.is_recurrent]
+    caches = [[cache.k for cache in kept], [cache.v for cache in kept]]
     caches.append([getattr(state, name) for state in recurrent for name in state_names(state)])
-    caches.append([block.experts.counts for block in model.blocks if block.experts is not None])
+    caches.append([layer.counts for block in model.blocks for layer in block.mlp.sparse])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))
     for counts in caches[-1][:1]:
-        experts = next(block.experts for block in model.blocks if block.experts is not None)
+        experts = next(layer for block in model.blocks for layer in block.mlp.sparse)
         torch.library.opcheck(ops.sparse_mlp, (x, input_pos, counts, experts.run.handle))
 
 
@@ -939,7 +940,7 @@ def test_under_sanitizers(tmp_path, kernels):
                 model = empty_model(config, quantization).to_empty(device="cpu")
                 for tensor in model.state_dict().values():
                     tensor.normal_() if tensor.is_floating_point() else tensor.random_(0, 100)
-                assert CpuInstaller(model).finish()
+                install_kernels(model, installer=CpuInstaller(model))
                 model.setup_caches(2, 20)
                 for S, start in ((3, 0), (1, 19), (16, 3)):
                     pos = torch.arange(start, start + S).expand(2, S)

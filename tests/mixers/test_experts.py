@@ -67,8 +67,7 @@ def sparse_model(name, seed=0, dtype=torch.float32):
 def with_kernels(layer, dtype=torch.float32, exact=False):
     """The layer with packed weights, and the kernels that run it."""
     holder = torch.nn.ModuleDict({"experts": layer})
-    installer = CpuInstaller(holder, exact_activations=exact)
-    installer.finish()
+    install_kernels(holder, installer=CpuInstaller(holder, exact_activations=exact))
     if not has_kernel("sparse_mlp", CPU):
         pytest.skip("no kernels for this machine")
     from cpu.install import prepare_experts

@@ -136,11 +136,11 @@ def test_the_operation_equals_plain_torch(member):
     plain.backend = replace(plain.backend, write_draft_keys=None)
     passes(fused)
     passes(plain)
-    cache = plain.mtp.block.state
+    cache = plain.mtp.block.mixer.state
     used = cache.k.abs().sum((1, 3)) > 0
     used[:, -1] = False  # padding
     assert used.sum(1).tolist() == [58, 15, 85]
-    for one, other in ((fused.mtp.block.state.k, cache.k), (fused.mtp.block.state.v, cache.v)):
+    for one, other in ((fused.mtp.block.mixer.state.k, cache.k), (fused.mtp.block.mixer.state.v, cache.v)):
         torch.testing.assert_close(one.transpose(1, 2)[used], other.transpose(1, 2)[used], rtol=NEAR, atol=20 * NEAR)
     tails = [model.mtp.hidden.tail[:, :-1] for model in (fused, plain)]
     torch.testing.assert_close(*tails, rtol=NEAR, atol=20 * NEAR)

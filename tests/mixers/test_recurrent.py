@@ -11,6 +11,7 @@ from cases import NARROW, WIDE, delta_inputs, delta_state
 from conftest import only_torch, random_prompts, save_random, tiny_config
 from schedules import fuzz_states
 
+from checkpoint import empty_model
 from config import Config
 from convert_hf_checkpoint import convert
 from cpu.build import load_kernels
@@ -186,13 +187,13 @@ def test_short_convolutions_in_all_kinds_of_passes(tiny, name):
         positions = [at for _, start, count in batch for at in range(start, start + count)]
         torch.testing.assert_close(other, at_once[positions], rtol=NEAR, atol=20 * NEAR)
     blocks = load_model(path, dtype=torch.bfloat16).blocks
-    conv = next(block.short_conv for block in blocks if block.attention is None).conv
+    conv = next(block.mixer for block in blocks if block.mixer.state.is_recurrent).conv
     assert {x.dtype for x in (conv.weight, conv.bias) if x is not None} == {torch.float32}
     for one, other in zip(fused.blocks, plain.blocks):
-        if one.attention is None:
-            assert one.state.base.tolist() == other.state.base.tolist() == [46, 0, 70]
-            used = one.state.tail[:, :-1]
-            torch.testing.assert_close(used, other.state.tail[:, :-1], rtol=NEAR, atol=20 * NEAR)
+        state, plain_state = one.mixer.state, other.mixer.state
+        if state.is_recurrent:
+            assert state.base.tolist() == plain_state.base.tolist() == [46, 0, 70]
+            torch.testing.assert_close(state.tail[:, :-1], plain_state.tail[:, :-1], rtol=NEAR, atol=20 * NEAR)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -249,13 +250,14 @@ def test_the_snapshot_that_is_worth_least_goes():
 def test_number_of_snapshots():
     size = 4 * 6 * 10 * 21 + 3 * (2 * 30 + 126) * 2
     config = Config(3, 4, 2, 6, 35, 44, 97, 9000, delta_net=NARROW)
-    assert snapshot_slots(config, 5, 9000, 0, torch.bfloat16, None) == 20
-    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, None) == 77
-    assert snapshot_slots(config, 5, 1300, 77 * size, torch.bfloat16, None) == 50
-    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 3 * size - 1) == 2
-    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 0) == 0
-    config = replace(config, mtp=True)
-    assert snapshot_slots(config, 5, 9000, 77 * size, torch.bfloat16, 3 * (size + 2 * 35) - 1) == 2
+    states = empty_model(config).recurrent_states
+    assert snapshot_slots(states, 5, 9000, 0, torch.bfloat16, None) == 20
+    assert snapshot_slots(states, 5, 9000, 77 * size, torch.bfloat16, None) == 77
+    assert snapshot_slots(states, 5, 1300, 77 * size, torch.bfloat16, None) == 50
+    assert snapshot_slots(states, 5, 9000, 77 * size, torch.bfloat16, 3 * size - 1) == 2
+    assert snapshot_slots(states, 5, 9000, 77 * size, torch.bfloat16, 0) == 0
+    states = empty_model(replace(config, mtp=True)).recurrent_states
+    assert snapshot_slots(states, 5, 9000, 77 * size, torch.bfloat16, 3 * (size + 2 * 35) - 1) == 2
 
 
 @pytest.fixture(scope="module", params=["qwen35-grouped", "lfm2-tied"])
@@ -334,7 +336,7 @@ def test_the_fused_blocks_check_the_positions_and_rows_of_states(tmp_path, name,
     ropes = model.positions.ropes(positions)
     with pytest.raises(RuntimeError, match="input_pos: expected"):
         model.backend.run_blocks(model.blocks, x, ropes, positions[:, :2], None)
-    state = model.blocks[1].state
+    state = model.blocks[1].mixer.state
     for name, buffer in list(state.named_buffers()):
         setattr(state, name, buffer[:1].contiguous())
     with pytest.raises(RuntimeError, match="states of 1 and 3 rows"):

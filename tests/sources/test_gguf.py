@@ -285,10 +285,10 @@ def test_a_directory_that_another_model_replaces_while_it_is_read(tiny, tmp_path
     """After its header was read: the tensors of the other one have other shapes."""
     shutil.copytree(tiny("llama-mha")[1], tmp_path / "hf")
     source = open_hf(tmp_path / "hf")
-    weights = source.open_weights()
+    weights = source.open_weights(source.empty_model())
     shutil.copy(tiny("llama-gqa-biased")[1] / "model.safetensors", tmp_path / "hf")
     with pytest.raises(UserError, match="was changed while it was read"):
-        load_model(dataclasses.replace(source, open_weights=lambda: weights))
+        load_model(dataclasses.replace(source, open_weights=lambda model: weights))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import distill
 import self_text
 from teacher import TeacherText, frequent_tokens, make_batches, new_token_positions, read_teacher_text, split_held_out
 
-from checkpoint import read_config
+from checkpoint import empty_model, read_config
 from cli import UserError
 from config import Config
 from convert_hf_checkpoint import convert
@@ -364,7 +364,7 @@ def test_one_command_makes_a_draft(tmp_path, monkeypatch, capfd, chat_checkpoint
     assert sorted(path.name for path in tmp_path.glob("draft*")) == ["draft"]  # no state is left
     assert Tokenizer(out).difference(Tokenizer(chat_checkpoint)) is None
     assert load_model(out).config.n_layer == 2
-    quantized = total_weight_bytes(read_config(out), torch.bfloat16, Quantization("int8", 32, "int8"))
+    quantized = total_weight_bytes(empty_model(read_config(out), Quantization("int8", 32, "int8")), torch.bfloat16)
     assert f"the draft will have {quantized / 1e6:.1f} MB in int8" in output.err
 
 

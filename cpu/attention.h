@@ -66,10 +66,14 @@ struct Attention {
   // The first and the last slot that at least one of the tokens begin..end of row b sees. The last one
   // is -1 if all tokens are padding.
   std::pair<int64_t, int64_t> visible_slots(int64_t b, int64_t begin, int64_t end) const {
-    int64_t least = slots, most = -1;
+    int64_t least = slots;
+    int64_t most = -1;
     for (int64_t s = begin; s < end; s++) {
       const int64_t p = positions[b * S + s];
-      if (p >= 0) least = std::min(least, p), most = std::max(most, p);
+      if (p >= 0) {
+        least = std::min(least, p);
+        most = std::max(most, p);
+      }
     }
     return {std::max<int64_t>(0, least - window + 1), most};
   }
@@ -119,8 +123,10 @@ i32x16 load_words(const T* row, int64_t word, int64_t E) {
 template <Products P, class T>
 void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
   for (int64_t i = 0; i < count; i++) {
-    const int64_t s = (begin + i) / a.group(), h = k * a.group() + (begin + i) % a.group();
-    w.positions[i] = a.positions[b * a.S + s], w.slopes[i] = a.slopes ? a.slopes[h] : 0.0f;
+    const int64_t s = (begin + i) / a.group();
+    const int64_t h = k * a.group() + (begin + i) % a.group();
+    w.positions[i] = a.positions[b * a.S + s];
+    w.slopes[i] = a.slopes ? a.slopes[h] : 0.0f;
     const T* query = a.q + (b * a.S + s) * a.q_stride + h * a.E;
     for (int64_t j = 0; j < a.words(P); j += LANES) store(w.queries + i * a.words(P) + j, load_words<P>(query, j, a.E));
   }
@@ -142,7 +148,8 @@ template <Products P, class T>
 void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w, ReadAhead& ahead) {
   const T* rows[LANES];
   for (int i = 0; i < LANES; i++) rows[i] = keys + std::min(slot + i, a.slots - 1) * a.E;
-  const int64_t words = a.key_words(), E = a.E;
+  const int64_t words = a.key_words();
+  const int64_t E = a.E;
   uint32_t* to = w.keys;
   for (int64_t j = 0; j < words; j += LANES, to += LANES * LANES) {
     i32x16 r[LANES];
@@ -171,19 +178,26 @@ void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc
     sum = fma(key, as_floats(query), sum);
   };
   for (int64_t start = 0; start < words; start += GROUP) {
-    f32x16 even[MT], odd[MT];
+    f32x16 even[MT];
+    f32x16 odd[MT];
     std::fill(even, even + MT, floats(0.0f));
     std::fill(odd, odd + MT, floats(0.0f));
     for (int64_t j = start; j < std::min(start + GROUP, words); j += 2) {
       ahead.lines(1);
       const uint32_t* keys = w.keys + j * LANES;
-      f32x16 key, next;
+      f32x16 key;
+      f32x16 next;
       if constexpr (P == FLOAT && Attention<T>::KEY_WORDS == PAIRS)
         split_pairs(as_ints(load_line(w.keys + j / 2 * LANES)), key, next);
-      else
-        key = as_floats(as_ints(load_line(keys))), next = as_floats(as_ints(load_line(keys + LANES)));
+      else {
+        key = as_floats(as_ints(load_line(keys)));
+        next = as_floats(as_ints(load_line(keys + LANES)));
+      }
 #pragma GCC unroll 4
-      for (int m = 0; m < MT; m++) add(even[m], key, j, m), add(odd[m], next, j + 1, m);
+      for (int m = 0; m < MT; m++) {
+        add(even[m], key, j, m);
+        add(odd[m], next, j + 1, m);
+      }
     }
     for (int m = 0; m < MT; m++) acc[m] = acc[m] + (even[m] + odd[m]);
   }
@@ -213,8 +227,10 @@ inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c,
     const bool is_seen = slot >= c.from && slot < c.to;
     return is_seen ? load_words<PAIRS>(c.values + slot * a.E, word, a.E) : ints(0);
   };
-  const i32x16 one = words_of(slot), two = words_of(slot + 1);
-  first = interleave_halves<0>(one, two), second = interleave_halves<LANES>(one, two);
+  const i32x16 one = words_of(slot);
+  const i32x16 two = words_of(slot + 1);
+  first = interleave_halves<0>(one, two);
+  second = interleave_halves<LANES>(one, two);
 }
 #endif
 
@@ -224,10 +240,12 @@ template <class T, int MT, int VT>
 [[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, ChunkTile<T>& c, int64_t i, int64_t e,
                                   float* states) {
   constexpr bool BY_PAIRS = std::is_same_v<T, bf16> && VT % 2 == 0;  // two registers have 32 elements in turns
-  f32x16 acc[MT][VT], even_sum[MT][VT];
+  f32x16 acc[MT][VT];
+  f32x16 even_sum[MT][VT];
   for (auto& row : acc) std::fill(row, row + VT, floats(0.0f));
   for (int64_t group = c.from / GROUP * GROUP; group < c.to; group += GROUP) {
-    const int64_t begin = std::max(group, c.from), end = std::min(group + GROUP, c.to);
+    const int64_t begin = std::max(group, c.from);
+    const int64_t end = std::min(group + GROUP, c.to);
     for (int odd = 0; odd < 2; odd++) {
       f32x16 sum[MT][VT];
       for (auto& row : sum) std::fill(row, row + VT, floats(0.0f));
@@ -311,14 +329,18 @@ void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_st
 
 // The same as add_values, with AMX: for all queries, 32 slots at a time.
 void add_values_amx(const Attention<bf16>& a, const Workspace& w, ChunkTile<bf16>& c, float* states) {
-  const int64_t words = a.words(AMX), begin = c.from / GROUP * GROUP, end = (c.to + GROUP - 1) / GROUP * GROUP;
+  const int64_t words = a.words(AMX);
+  const int64_t begin = c.from / GROUP * GROUP;
+  const int64_t end = (c.to + GROUP - 1) / GROUP * GROUP;
   uint32_t* pairs = w.values;
   for (int64_t slot = begin; slot < end; slot += 2) {
     for (int64_t word = 0; word < words; word += LANES, pairs += 2 * LANES) {
       c.next_values.lines(2);
-      i32x16 low, high;
+      i32x16 low;
+      i32x16 high;
       load_value_pairs(a, c, slot, word, low, high);
-      store(pairs, low), store(pairs + LANES, high);
+      store(pairs, low);
+      store(pairs + LANES, high);
     }
   }
   for (int64_t e = 0; e < a.width(); e += LANES)
@@ -364,12 +386,14 @@ template <Products P, class T>
 template <Products P, class T>
 [[gnu::always_inline]] inline void chunk_softmax(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c,
                                                  float* states) {
-  const int64_t low = c.low() - c.base, high = (c.to - c.base + LANES - 1) / LANES * LANES;
+  const int64_t low = c.low() - c.base;
+  const int64_t high = (c.to - c.base + LANES - 1) / LANES * LANES;
   for (int64_t i = 0; i < c.count; i++) {
     float* weights = w.weights + i * CHUNK;
     const int64_t p = w.positions[i];
     const i32x16 window = ints(p < 0 ? 0 : a.window);
-    f32x16 most = floats(-INF), sum = floats(0.0f);
+    f32x16 most = floats(-INF);
+    f32x16 sum = floats(0.0f);
     for (int64_t j = low; j < high; j += LANES) {
       const i32x16 distance = ints(p - c.base - j) - lane_indices();
       f32x16 score = load(weights + j) * floats(a.scale);
@@ -413,9 +437,11 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   const auto [first, last] = a.visible_slots(b, begin / a.group(), (begin + count - 1) / a.group() + 1);
   const int64_t base = chunk * CHUNK;
   ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), count, base};
-  c.from = std::max(base, first), c.to = std::min(base + CHUNK, last + 1);
+  c.from = std::max(base, first);
+  c.to = std::min(base + CHUNK, last + 1);
   c.is_first = base <= first;
-  const int64_t next = base + CHUNK, next_end = std::min(next + CHUNK, last + 1);
+  const int64_t next = base + CHUNK;
+  const int64_t next_end = std::min(next + CHUNK, last + 1);
   if (next < next_end) {
     c.next_keys = {(const char*)(c.keys + next * a.E), (const char*)(c.keys + next_end * a.E)};
     c.next_values = {(const char*)(c.values + next * a.E), (const char*)(c.values + next_end * a.E)};
@@ -431,7 +457,8 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
 #endif
   in_steps<VECTORS_AT_ONCE>(a.width() / LANES, [&](auto vectors, int64_t e) {
     in_steps<QUERIES_AT_ONCE>(count, [&](auto queries, int64_t i) {
-      constexpr int MT = decltype(queries)::value, VT = decltype(vectors)::value;
+      constexpr int MT = decltype(queries)::value;
+      constexpr int VT = decltype(vectors)::value;
 #ifdef HAS_BF16_PRODUCTS
       if constexpr (P == PAIRS) return add_value_pairs<MT, VT>(a, w, c, i, e * LANES, states);
 #endif
@@ -460,7 +487,8 @@ void choose_products(int64_t queries, const Work& work) {
 inline void merge_state(float* state, const float* other, int64_t width) {
   const float m = std::max(other[width], state[width]);  // in this order, NaN of `other` is not lost
   if (m == -INF) return;
-  const float a = fast_exp(state[width] - m), c = fast_exp(other[width] - m);
+  const float a = fast_exp(state[width] - m);
+  const float c = fast_exp(other[width] - m);
   for (int64_t e = 0; e < width; e += LANES)
     store(state + e, fma(load(state + e), floats(a), load(other + e) * floats(c)));
   state[width] = m;
@@ -470,7 +498,8 @@ inline void merge_state(float* state, const float* other, int64_t width) {
 // The output of query number `query` of row b and key head k. Returns whether it is finite.
 template <class T>
 bool write_output(const Attention<T>& a, int64_t b, int64_t k, int64_t query, const float* state) {
-  const int64_t s = query / a.group(), h = k * a.group() + query % a.group();
+  const int64_t s = query / a.group();
+  const int64_t h = k * a.group() + query % a.group();
   T* out = a.out + ((b * a.S + s) * a.H + h) * a.E;
   const float l = state[a.width() + 1];
   const f32x16 inverse = floats(l == 0 ? 0.0f : 1 / l);  // padding sees no slot and gives zeros
@@ -512,9 +541,13 @@ void attend_alone(const Attention<T>& a, int64_t b, int64_t k, int64_t query, co
 // tiles see more slots.
 template <class T>
 void attention_by_queries(const Team& team, const Attention<T>& a, const Workspace& w) {
-  const int64_t G = a.group(), queries = a.S * G, tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
+  const int64_t G = a.group();
+  const int64_t queries = a.S * G;
+  const int64_t tiles = (queries + QUERY_TILE - 1) / QUERY_TILE;
   for (int64_t item = team.thread; item < a.B * a.K * tiles; item += team.threads) {
-    const int64_t b = item / (a.K * tiles), k = item / tiles % a.K, begin = item % tiles * QUERY_TILE;
+    const int64_t b = item / (a.K * tiles);
+    const int64_t k = item / tiles % a.K;
+    const int64_t begin = item % tiles * QUERY_TILE;
     const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
     attend_tile(a, b, k, begin, count, w);
     std::vector<int64_t> bad;  // it takes no memory while it is empty
@@ -556,7 +589,8 @@ void attend_split(const Team& team, const Attention<T>& a, const SplitPlan& plan
   team.split(plan.items(), 1, [&](int64_t item, int64_t end) {
     for (; item < end; item++) {
       const int64_t b = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
-      const int64_t chunks = (first_item[b + 1] - first_item[b]) / a.K, i = item - first_item[b];
+      const int64_t chunks = (first_item[b + 1] - first_item[b]) / a.K;
+      const int64_t i = item - first_item[b];
       for (int64_t begin = 0; begin < queries; begin += QUERY_TILE) {
         const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
         float* to = states + (item * queries + begin) * a.stride();
@@ -573,11 +607,15 @@ void attend_split(const Team& team, const Attention<T>& a, const SplitPlan& plan
 template <class T>
 void merge_split(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w,
                  const float* states) {
-  const int64_t queries = a.S * a.group(), G = a.group();
+  const int64_t queries = a.S * a.group();
+  const int64_t G = a.group();
   team.split(a.B * a.S * a.H, 1, [&](int64_t at, int64_t end) {
     for (; at < end; at++) {
-      const int64_t b = at / (a.S * a.H), s = at / a.H % a.S, h = at % a.H;
-      const int64_t first = plan.first_item[b], chunks = (plan.first_item[b + 1] - first) / a.K;
+      const int64_t b = at / (a.S * a.H);
+      const int64_t s = at / a.H % a.S;
+      const int64_t h = at % a.H;
+      const int64_t first = plan.first_item[b];
+      const int64_t chunks = (plan.first_item[b + 1] - first) / a.K;
       clear_state(w.state, a.width());
       for (int64_t item = first + h / G * chunks, last = item + chunks; item < last; item++)
         merge_state(w.state, states + (item * queries + s * G + h % G) * a.stride(), a.width());
@@ -591,7 +629,8 @@ template <class T>
 void run_attention(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w, float* states) {
   const FlushDenormals flush(std::is_same_v<T, bf16>);  // as AMX does
   if (plan.enabled) {
-    attend_split(team, a, plan, w, states), team.barrier();
+    attend_split(team, a, plan, w, states);
+    team.barrier();
     merge_split(team, a, plan, w, states);
   } else {
     attention_by_queries(team, a, w);

@@ -30,7 +30,8 @@ void rms_norm_row(const T* x, const W* w, T* out, int64_t D, float eps) {
 
 template <class T, class W>
 void layer_norm_row(const T* x, const W* w, const W* bias, T* out, int64_t D, float eps) {
-  f32x16 sum = floats(0.0f), squares = floats(0.0f);
+  f32x16 sum = floats(0.0f);
+  f32x16 squares = floats(0.0f);
   for (int64_t i = 0; i < D; i += LANES) sum = sum + load(x + i, D - i);
   const float mean = sum_of_lanes(sum) / D;
   for (int64_t i = 0; i < D; i += LANES) {
@@ -128,38 +129,51 @@ struct Block {
 
   void allocate(Arena& arena) {
     const PreparedBlock& p = prepared;
-    normed = arena.allocate<T>(M * p.D), qkv = arena.allocate<T>(M * p.qkv.N);
+    normed = arena.allocate<T>(M * p.D);
+    qkv = arena.allocate<T>(M * p.qkv.N);
     to_qkv = allocate_input(arena, p.qkv, normed, M);
     if (p.only_keys) return;
     attended = arena.allocate<T>(M * p.out.C);
-    residual = arena.allocate<T>(M * p.D), mlp_normed = arena.allocate<T>(M * p.D);
+    residual = arena.allocate<T>(M * p.D);
+    mlp_normed = arena.allocate<T>(M * p.D);
     product = arena.allocate<T>(M * p.D);
     to_out = allocate_input(arena, p.out, attended, M);
     if (p.experts) {
       experts.allocate(arena, mlp_normed);
     } else {
-      up = arena.allocate<T>(M * p.up.N), act = arena.allocate<T>(M * p.F);
-      to_up = allocate_input(arena, p.up, mlp_normed, M), to_down = allocate_input(arena, p.down, act, M);
+      up = arena.allocate<T>(M * p.up.N);
+      act = arena.allocate<T>(M * p.F);
+      to_up = allocate_input(arena, p.up, mlp_normed, M);
+      to_down = allocate_input(arena, p.down, act, M);
     }
     if (p.net.m) return allocate_delta(arena);
     if (p.conv.channels) {
-      conv_inputs = arena.allocate<T>(M * p.conv.channels), conv_stride = p.conv.channels;
+      conv_inputs = arena.allocate<T>(M * p.conv.channels);
+      conv_stride = p.conv.channels;
       return;
     }
     workspaces = Workspace::allocate(arena, attention);
     states = plan->allocate(arena, attention);
-    attention.q = qkv, attention.q_stride = p.qkv.N, attention.out = attended;
+    attention.q = qkv;
+    attention.q_stride = p.qkv.N;
+    attention.out = attended;
   }
 
   void allocate_delta(Arena& arena) {
     const DeltaNet& net = prepared.net;
     const int64_t channels = prepared.conv.channels;
-    conv_inputs = qkv, conv_stride = prepared.qkv.N;
+    conv_inputs = qkv;
+    conv_stride = prepared.qkv.N;
     mixed = arena.allocate<float>(M * channels);
-    decay = arena.allocate<float>(M * net.m), beta = arena.allocate<float>(M * net.m);
-    delta.q = mixed, delta.k = mixed + net.n * net.dk, delta.v = mixed + 2 * net.n * net.dk;
+    decay = arena.allocate<float>(M * net.m);
+    beta = arena.allocate<float>(M * net.m);
+    delta.q = mixed;
+    delta.k = mixed + net.n * net.dk;
+    delta.v = mixed + 2 * net.n * net.dk;
     delta.k_stride = delta.v_stride = channels;
-    delta.decay = decay, delta.beta = beta, delta.out = arena.allocate<float>(M * net.m * net.dv);
+    delta.decay = decay;
+    delta.beta = beta;
+    delta.out = arena.allocate<float>(M * net.m * net.dv);
     scratch.resize(omp_get_max_threads());
     for (float*& one : scratch) one = arena.allocate<float>(delta_scratch(delta));
   }
@@ -167,7 +181,8 @@ struct Block {
   // A norm before attention or MLP, if there is one, and the conversion of its result: convert(m) for each row.
   template <class Convert>
   void norm(const Team& team, const T* from, const float* const (&weights)[2], T* to, const Convert& convert) const {
-    const float *weight = weights[0], *bias = weights[1];
+    const float* weight = weights[0];
+    const float* bias = weights[1];
     const int64_t D = prepared.D;
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {
@@ -190,7 +205,8 @@ struct Block {
                    T* to) const {
     const bool is_sum = !post_norm && prepared.residual_scale == 1.0f;
     T* y = is_sum ? to : product;
-    matmul<T>(team, l, in, M, is_sum ? from : nullptr, y), team.barrier();
+    matmul<T>(team, l, in, M, is_sum ? from : nullptr, y);
+    team.barrier();
     if (is_sum) return;
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) add_scaled(m, from, y, post_norm, to);
@@ -223,11 +239,14 @@ struct Block {
   // QK-norm, RoPE (arXiv:2104.09864) and the scale of queries, in place; then keys and values are copied to the caches.
   void rotate_and_cache(const Team& team) const {
     const auto& a = attention;
-    const int64_t E = a.E, first_key = a.H + prepared.gates, per_token = first_key + 2 * a.K;
+    const int64_t E = a.E;
+    const int64_t first_key = a.H + prepared.gates;
+    const int64_t per_token = first_key + 2 * a.K;
     if (prepared.qk_norm_whole) {
       team.split(M, 1, [&](int64_t m, int64_t end) {
         for (; m < end; m++) {
-          T *q = qkv + m * per_token * E, *k = q + first_key * E;
+          T* q = qkv + m * per_token * E;
+          T* k = q + first_key * E;
           rms_norm_row(q, prepared.q_norm, q, a.H * E, prepared.eps);
           rms_norm_row(k, prepared.k_norm, k, a.K * E, prepared.eps);
         }
@@ -236,7 +255,8 @@ struct Block {
     }
     team.split(M * per_token, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
-        const int64_t m = at / per_token, h = at % per_token;
+        const int64_t m = at / per_token;
+        const int64_t h = at % per_token;
         if (h >= a.H && h < first_key) continue;  // a gate
         T* head = qkv + at * E;
         const float* weight = h < a.H ? prepared.q_norm : prepared.k_norm;
@@ -265,7 +285,8 @@ struct Block {
     const int64_t half = E / 2;
     for (int64_t e = 0; e < half; e += LANES) {
       const int64_t n = half - e;
-      const f32x16 a = load(x + e, n), b = load(x + half + e, n);
+      const f32x16 a = load(x + e, n);
+      const f32x16 b = load(x + half + e, n);
       store(x + e, fma(a, load(cos + e, n), b * load(sin + e, n)), n);
       store(x + half + e, fma(b, load(cos + half + e, n), a * load(sin + half + e, n)), n);
     }
@@ -311,7 +332,8 @@ struct Block {
   // The inputs of the convolution of a token and of those before it, null before the first position.
   using ConvWindow = std::array<const T*, MAX_CONV_WIDTH>;
   ConvWindow window_of(int64_t m) const {
-    const int64_t s = m % attention.S, row = attention.rows ? attention.rows[m / attention.S] : m / attention.S;
+    const int64_t s = m % attention.S;
+    const int64_t row = attention.rows ? attention.rows[m / attention.S] : m / attention.S;
     ConvWindow inputs;
     for (int64_t back = 0; back < prepared.conv.width; back++) {
       const int64_t position = attention.positions[m] - back;
@@ -349,7 +371,8 @@ struct Block {
   // Calls work(m, channel, count) for all tokens and their channels, up to LANES of them at a time.
   template <class Work>
   void for_channels(const Team& team, const Work& work) const {
-    const int64_t D = prepared.conv.channels, pieces = (D + LANES - 1) / LANES;
+    const int64_t D = prepared.conv.channels;
+    const int64_t pieces = (D + LANES - 1) / LANES;
     team.split(M * pieces, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) work(at / pieces, at % pieces * LANES, D - at % pieces * LANES);
     });
@@ -383,7 +406,8 @@ struct Block {
     const int64_t heads = 2 * net.n + net.m;
     team.split(M * heads, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
-        const int64_t m = at / heads, head = at % heads;
+        const int64_t m = at / heads;
+        const int64_t head = at % heads;
         if (attention.positions[m] < 0) continue;
         if (head < 2 * net.n) mix_head(m, head * net.dk, net.dk, head < net.n ? 1 / std::sqrt(float(net.dk)) : 1.0f);
         else mix_head(m, 2 * net.n * net.dk + (head - 2 * net.n) * net.dv, net.dv, 0.0f);
@@ -424,7 +448,8 @@ struct Block {
     const DeltaNet& net = prepared.net;
     team.split(M * net.m, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
-        const int64_t m = at / net.m, head = at % net.m;
+        const int64_t m = at / net.m;
+        const int64_t head = at % net.m;
         float* y = delta.out + at * net.dv;
         T* to = attended + at * net.dv;
         if (attention.positions[m] < 0) {
@@ -444,16 +469,19 @@ struct Block {
 
   void run_delta_net(const Team& team) const {
     with_tail(team, [&] { mix(team); });
-    run_delta(team, delta, *runs, scratch[team.thread]), team.barrier();
+    run_delta(team, delta, *runs, scratch[team.thread]);
+    team.barrier();
     apply_delta_gates(team);
   }
 
   // act = the activation of up, and its conversion for the down projection.
   void activate(const Team& team) const {
-    const int64_t F = prepared.F, groups = (F + GROUP - 1) / GROUP;
+    const int64_t F = prepared.F;
+    const int64_t groups = (F + GROUP - 1) / GROUP;
     team.split(M * groups, 1, [&](int64_t at, int64_t end) {
       for (; at < end; at++) {
-        const int64_t m = at / groups, group = at % groups;
+        const int64_t m = at / groups;
+        const int64_t group = at % groups;
         activate_row(up + m * prepared.up.N, F, group * GROUP, std::min(F, (group + 1) * GROUP), prepared.gated,
                      prepared.gelu, act + m * F);
         prepare_input<T>(prepared.down, to_down, m, group, group + 1);
@@ -465,7 +493,8 @@ struct Block {
   void run(const Team& team) const {
     const PreparedBlock& p = prepared;
     norm(team, x, p.attention_norm, normed, p.qkv, to_qkv);
-    matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv), team.barrier();
+    matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv);
+    team.barrier();
     if (p.net.m) {
       run_delta_net(team);
     } else if (p.conv.channels) {
@@ -480,7 +509,8 @@ struct Block {
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, residual);
     if (p.experts) return run_experts(team);
     norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
-    matmul<T>(team, p.up, to_up, M, nullptr, up), team.barrier();
+    matmul<T>(team, p.up, to_up, M, nullptr, up);
+    team.barrier();
     activate(team);
     add_product(team, p.down, to_down, p.post_norm_residual ? mlp_normed : residual, p.mlp_post_norm, result);
   }

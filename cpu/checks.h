@@ -96,7 +96,8 @@ PreparedLayer make_layer(const std::string& format, const Tensor& weight, const 
     l.bias = checked(*bias, "bias", *made.dtype, {N}).const_data_ptr();
     made.tensors.push_back(*bias);
   }
-  l.Cb = (C + GROUP - 1) / GROUP, l.stride = N;
+  l.Cb = (C + GROUP - 1) / GROUP;
+  l.stride = N;
   if (l.format == DENSE) {
     checked(weight, "weight", *made.dtype, {N, C});
   } else if (l.format == TILES) {
@@ -107,7 +108,8 @@ PreparedLayer make_layer(const std::string& format, const Tensor& weight, const 
   } else {
     const int64_t bytes = packed_bytes(format, N, C, groupsize);
     checked(weight, "packed weight", at::kByte, {bytes});
-    l.groups_per_scale = groups_per_scale(groupsize, C), l.block_bytes = N ? bytes / ((N + LANES - 1) / LANES) : 0;
+    l.groups_per_scale = groups_per_scale(groupsize, C);
+    l.block_bytes = N ? bytes / ((N + LANES - 1) / LANES) : 0;
   }
   made.layer = {N, C, {l}};
   return made;

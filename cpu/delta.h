@@ -94,13 +94,17 @@ void sweep(const float* from, int64_t from_stride, float* to, int64_t to_stride,
   }
   for (int64_t row = 0; row < dk; row++, from += from_stride, to += to_stride) {
     const f32x16 u = floats(UPDATES ? update.key[row] : 0.0f);
-    const f32x16 k = floats(READS ? key[row] : 0.0f), q = floats(READS ? query[row] : 0.0f);
+    const f32x16 k = floats(READS ? key[row] : 0.0f);
+    const f32x16 q = floats(READS ? query[row] : 0.0f);
 #pragma GCC unroll 8
     for (int i = 0; i < V; i++) {
       f32x16 w = load(from + i * LANES, width(i));
       if (UPDATES) w = fma(u, delta[i], w * decay);
       store(to + i * LANES, w, width(i));
-      if (READS) predicted[i] = fma(k, w, predicted[i]), read[i] = fma(q, w, read[i]);
+      if (READS) {
+        predicted[i] = fma(k, w, predicted[i]);
+        read[i] = fma(q, w, read[i]);
+      }
     }
   }
 }
@@ -118,11 +122,17 @@ inline int64_t delta_scratch(const Delta& d) { return (d.dk + 1) * STRIP * LANES
 template <int V>
 void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin, int64_t last, float* scratch) {
   constexpr int64_t WIDTH = V * LANES;
-  const int64_t dk = d.dk, dv = d.dv, key_head = head % d.n, committed = run.committed();
-  const int64_t count = run.tokens.size(), pending = pending_tokens(run, d.base);
+  const int64_t dk = d.dk;
+  const int64_t dv = d.dv;
+  const int64_t key_head = head % d.n;
+  const int64_t committed = run.committed();
+  const int64_t count = run.tokens.size();
+  const int64_t pending = pending_tokens(run, d.base);
   float* matrix = d.matrix + (run.row * d.m + head) * dk * dv + begin;
-  float *strip = scratch, *own_delta = scratch + dk * WIDTH;
-  f32x16 predicted[V], read[V];
+  float* strip = scratch;
+  float* own_delta = scratch + dk * WIDTH;
+  f32x16 predicted[V];
+  f32x16 read[V];
   const auto window = [&](float* parts, int64_t i, int64_t heads, int64_t h, int64_t width) {
     return parts + ((run.row * DELTA_WINDOW + i) * heads + h) * width;
   };
@@ -142,19 +152,23 @@ void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin,
   for (int64_t i = 0; i < pending; i++) {
     if (i) {
       sweep<V, true, false>(from, from_stride, to, to_stride, last, dk, update, nullptr, nullptr, predicted, read);
-      from = to, from_stride = to_stride;
+      from = to;
+      from_stride = to_stride;
     }
     update = {*window(d.decays, i, d.m, head, 1), window(d.keys, i, d.n, key_head, dk),
               window(d.deltas, i, d.m, head, dv) + begin};
   }
   for (int64_t t = 0; t < count; t++) {
     const int64_t token = run.tokens[t];
-    const float *q = d.q + token * d.k_stride + key_head * dk, *k = d.k + token * d.k_stride + key_head * dk;
+    const float* q = d.q + token * d.k_stride + key_head * dk;
+    const float* k = d.k + token * d.k_stride + key_head * dk;
     const float* v = d.v + token * d.v_stride + head * dv + begin;
-    const float decay = d.decay[token * d.m + head], beta = d.beta[token * d.m + head];
+    const float decay = d.decay[token * d.m + head];
+    const float beta = d.beta[token * d.m + head];
     if (update.key) sweep<V, true, true>(from, from_stride, to, to_stride, last, dk, update, k, q, predicted, read);
     else sweep<V, false, true>(from, from_stride, to, to_stride, last, dk, update, k, q, predicted, read);
-    from = to, from_stride = to_stride;
+    from = to;
+    from_stride = to_stride;
     if (t == committed && count > 1)
       for (int64_t row = 0; row < dk; row++)
         for (int i = 0; i < V; i++)
@@ -196,7 +210,8 @@ inline void run_delta(const Team& team, const Delta& d, const std::vector<DeltaR
   team.split(runs.size(), 1, [&](int64_t i, int64_t end) {
     for (; i < end; i++) {
       const DeltaRun& run = runs[i];
-      const int64_t committed = run.committed(), width = d.n * d.dk;
+      const int64_t committed = run.committed();
+      const int64_t width = d.n * d.dk;
       for (int64_t t = committed; t < int64_t(run.tokens.size()); t++) {
         const float* k = d.k + run.tokens[t] * d.k_stride;
         std::copy(k, k + width, d.keys + (run.row * DELTA_WINDOW + t - committed) * width);

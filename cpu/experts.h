@@ -42,14 +42,17 @@ struct PreparedExperts {
 // every expert. If it is packed, the rows of each expert begin a new block of 16.
 inline Layer layer_of_expert(const PreparedLayer& prepared, const Layer& stack, int64_t e, int64_t X, int64_t N) {
   Layer expert{N, stack.C};
-  const int64_t rows = N / int64_t(stack.pieces.size()), blocks = (rows + LANES - 1) / LANES;
+  const int64_t rows = N / int64_t(stack.pieces.size());
+  const int64_t blocks = (rows + LANES - 1) / LANES;
   for (Linear piece : stack.pieces) {
     TORCH_CHECK(piece.N == X * (piece.format == DENSE ? rows : blocks * LANES) && !piece.bias, "a stack of ", piece.N,
                 " rows for ", X, " experts of ", rows);
     int64_t bytes = blocks * piece.block_bytes;
     if (!piece.is_quantized()) bytes = rows * stack.C * c10::elementSize(*prepared.dtype);
     piece.weight = (const uint8_t*)piece.weight + e * bytes;
-    piece.N = rows, piece.first = expert.pieces.size() * rows, piece.stride = N;
+    piece.N = rows;
+    piece.first = expert.pieces.size() * rows;
+    piece.stride = N;
     expert.pieces.push_back(piece);
   }
   return expert;
@@ -68,9 +71,13 @@ struct ExpertCall {
 template <class T>
 Input rows_of(Input in, int64_t first, int64_t rows, int64_t C) {
   const int64_t groups = first * in.Cb;
-  in.x = (const T*)in.x + first * C, in.M = rows;
+  in.x = (const T*)in.x + first * C;
+  in.M = rows;
   if (in.q) {
-    in.q += groups * GROUP, in.scale += groups, in.sum += groups, in.scaled_sum += groups;
+    in.q += groups * GROUP;
+    in.scale += groups;
+    in.sum += groups;
+    in.scaled_sum += groups;
     for (int32_t*& sum : in.half_sum) sum += groups;
   }
   if (in.as_float) in.as_float += groups * GROUP;
@@ -105,17 +112,26 @@ struct Experts {
   void allocate(Arena& arena, const T* normed) {
     const int64_t R = choices(), D = p->D;
     x = normed;
-    as_float = arena.allocate<float>(M * D), logits = arena.allocate<float>(M * p->router.N);
+    as_float = arena.allocate<float>(M * D);
+    logits = arena.allocate<float>(M * p->router.N);
     to_router = allocate_input(arena, p->router, as_float, M);
-    weights = arena.allocate<float>(R), ids = arena.allocate<int32_t>(R), places = arena.allocate<int32_t>(R);
-    tokens = arena.allocate<int32_t>(R), calls_of_rows = arena.allocate<int32_t>(R);
+    weights = arena.allocate<float>(R);
+    ids = arena.allocate<int32_t>(R);
+    places = arena.allocate<int32_t>(R);
+    tokens = arena.allocate<int32_t>(R);
+    calls_of_rows = arena.allocate<int32_t>(R);
     starts = arena.allocate<int32_t>(p->X + 1);
-    sorted = arena.allocate<T>(R * D), up = arena.allocate<T>(R * 2 * p->F), act = arena.allocate<T>(R * p->F);
+    sorted = arena.allocate<T>(R * D);
+    up = arena.allocate<T>(R * 2 * p->F);
+    act = arena.allocate<T>(R * p->F);
     product = arena.allocate<T>(R * D);
-    to_up = allocate_input(arena, p->gate_up[0], sorted, R), to_down = allocate_input(arena, p->down[0], act, R);
-    calls = arena.allocate<ExpertCall<T>>(std::min(p->X, R) + 1), call_count = arena.allocate<int64_t>(1);
+    to_up = allocate_input(arena, p->gate_up[0], sorted, R);
+    to_down = allocate_input(arena, p->down[0], act, R);
+    calls = arena.allocate<ExpertCall<T>>(std::min(p->X, R) + 1);
+    call_count = arena.allocate<int64_t>(1);
     if (!p->shared_F) return;
-    shared_up = arena.allocate<T>(M * 2 * p->shared_F), shared_act = arena.allocate<T>(M * p->shared_F);
+    shared_up = arena.allocate<T>(M * 2 * p->shared_F);
+    shared_act = arena.allocate<T>(M * p->shared_F);
     shared_product = arena.allocate<T>(M * D);
     to_shared_up = allocate_input(arena, p->gate_up[p->X], normed, M);
     to_shared_down = allocate_input(arena, p->down[p->X], shared_act, M);
@@ -140,13 +156,20 @@ struct Experts {
     for (int64_t e = 0; e < p->X; e++) {
       if (!(logit[e] > weight[k - 1])) continue;
       int64_t at = k - 1;
-      for (; at > 0 && logit[e] > weight[at - 1]; at--) weight[at] = weight[at - 1], id[at] = id[at - 1];
-      weight[at] = logit[e], id[at] = e;
+      for (; at > 0 && logit[e] > weight[at - 1]; at--) {
+        weight[at] = weight[at - 1];
+        id[at] = id[at - 1];
+      }
+      weight[at] = logit[e];
+      id[at] = e;
     }
     const float largest = weight[0];
     float total = 0;
     for (int64_t e = 0; !p->normalized && e < p->X; e++) total += std::exp(logit[e] - largest);
-    for (int64_t i = 0; i < k; i++) weight[i] = std::exp(weight[i] - largest), total += p->normalized ? weight[i] : 0;
+    for (int64_t i = 0; i < k; i++) {
+      weight[i] = std::exp(weight[i] - largest);
+      total += p->normalized ? weight[i] : 0;
+    }
     for (int64_t i = 0; i < k; i++) weight[i] /= total;
   }
 
@@ -156,10 +179,14 @@ struct Experts {
     std::fill(starts, starts + p->X + 1, 0);
     for (int64_t c = 0; c < R; c++)
       if (ids[c] >= 0) starts[ids[c] + 1]++;
-    for (int64_t e = 0; e < p->X; e++) counts[e] += starts[e + 1], starts[e + 1] += starts[e];
+    for (int64_t e = 0; e < p->X; e++) {
+      counts[e] += starts[e + 1];
+      starts[e + 1] += starts[e];
+    }
     int64_t n = 0;
     for (int64_t e = 0; e < p->X; e++) {
-      const int64_t first = starts[e], rows = starts[e + 1] - first;
+      const int64_t first = starts[e];
+      const int64_t rows = starts[e + 1] - first;
       if (!rows) continue;
       std::fill(calls_of_rows + first, calls_of_rows + first + rows, n);
       calls[n++] = {&p->gate_up[e], &p->down[e], first, rows, p->F, rows_of<T>(to_up, first, rows, D),
@@ -197,21 +224,25 @@ struct Experts {
       return start;
     };
     const int64_t total = for_pieces([](auto&&...) {});
-    const int64_t from = total * team.thread / team.threads, to = total * (team.thread + 1) / team.threads;
+    const int64_t from = total * team.thread / team.threads;
+    const int64_t to = total * (team.thread + 1) / team.threads;
     for_pieces([&](const Linear& piece, const Input& in, T* out, int64_t start, int64_t cost) {
-      const int64_t n = units(piece), step = grain(piece);
+      const int64_t n = units(piece);
+      const int64_t step = grain(piece);
       auto unit_at = [&](int64_t place) {  // the first unit that begins there or later
         if (place >= start + n * cost) return n;
         return std::max<int64_t>(0, place - start) / cost / step * step;
       };
-      const int64_t begin = unit_at(from), end = unit_at(to);
+      const int64_t begin = unit_at(from);
+      const int64_t end = unit_at(to);
       if (begin < end) multiply_units<T>(piece, in, in.M, begin, end, nullptr, out);
     });
   }
 
   // All that comes after prepare_row, up to the outputs of the experts.
   void run(const Team& team) const {
-    matmul<float>(team, p->router, to_router, M, nullptr, logits), team.barrier();
+    matmul<float>(team, p->router, to_router, M, nullptr, logits);
+    team.barrier();
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) choose(m);
     });
@@ -219,7 +250,8 @@ struct Experts {
     if (team.thread == 0) plan();
     team.barrier();
 
-    const int64_t D = p->D, rows = starts[p->X - 1];  // after `plan`, the end of the last expert's rows
+    const int64_t D = p->D;
+    const int64_t rows = starts[p->X - 1];  // after `plan`, the end of the last expert's rows
     team.split(rows, 1, [&](int64_t row, int64_t end) {
       for (; row < end; row++) {
         const ExpertCall<T>& call = calls[calls_of_rows[row]];
@@ -233,10 +265,12 @@ struct Experts {
     team.barrier();
     for (int64_t i = 0; i < *call_count; i++) {
       const ExpertCall<T>& call = calls[i];
-      const int64_t F = call.F, groups = (F + GROUP - 1) / GROUP;
+      const int64_t F = call.F;
+      const int64_t groups = (F + GROUP - 1) / GROUP;
       team.split(call.rows * groups, 1, [&](int64_t at, int64_t end) {
         for (; at < end; at++) {
-          const int64_t m = at / groups, group = at % groups;
+          const int64_t m = at / groups;
+          const int64_t group = at % groups;
           activate_row(call.up + m * 2 * F, F, group * GROUP, std::min(F, (group + 1) * GROUP), true, false,
                        call.act + m * F);
           prepare_input<T>(*call.down, call.to_down, m, group, group + 1);
@@ -250,7 +284,8 @@ struct Experts {
 
   // out = from (or 0, if it is null) + the output of the layer for token m.
   void add_outputs(int64_t m, const T* from, T* out) const {
-    const int64_t D = p->D, k = p->k;
+    const int64_t D = p->D;
+    const int64_t k = p->k;
     const float gate = p->shared_F ? 1 / (1 + std::exp(-logits[m * p->router.N + p->X])) : 0;
     for (int64_t d = 0; d < D; d += LANES) {
       f32x16 y = floats(0.0f);

@@ -54,8 +54,10 @@ struct Nibbles {
   static constexpr int MOST = 15, LINES = 4, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return 16 * half + 4 * step; }
   [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
-    const u8x64 line = load_line(group + 64 * step), nibble = bytes(15);
-    levels[0] = line & nibble, levels[1] = shift_right(line, 4) & nibble;
+    const u8x64 line = load_line(group + 64 * step);
+    const u8x64 nibble = bytes(15);
+    levels[0] = line & nibble;
+    levels[1] = shift_right(line, 4) & nibble;
   }
   static void pack(const uint8_t* q, int lane, uint8_t* group) {
     uint8_t bytes[16];
@@ -73,7 +75,8 @@ struct FiveBits {
   static constexpr int MOST = 31, LINES = 5, STEPS = 4, VECTORS = 2;
   static constexpr int first_column(int step, int half) { return Nibbles::first_column(step, half); }
   [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
-    const u8x64 plane = load_line(group), fifth = bytes(16);
+    const u8x64 plane = load_line(group);
+    const u8x64 fifth = bytes(16);
     Nibbles::unpack(group + 64, step, levels);
     for (int half = 0; half < 2; half++)
       levels[half] = levels[half] | (shifted(plane, 4 - 2 * step - half) & fifth);
@@ -134,7 +137,8 @@ struct HalfScales {
   // Writes a lane of the scales of superblock u.
   template <class F>
   static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
-    const int64_t G = (s.C + s.groupsize - 1) / s.groupsize, g = IN_A_LINE * u;
+    const int64_t G = (s.C + s.groupsize - 1) / s.groupsize;
+    const int64_t g = IN_A_LINE * u;
     uint16_t values[2] = {F::scale(s, n, g), 0};
     if constexpr (MINS) values[1] = F::min(s, n, g);
     if (!MINS && g + 1 < G) values[1] = F::scale(s, n, g + 1);
@@ -160,7 +164,8 @@ struct SixBitScales {
       last = last | shift_left(shift_right(line, 6) & bytes(3), 2 * i);
     }
     store(numbers[3], last);
-    d = fastpath::load((const half*)at), dmin = floats(0.0f) - fastpath::load((const half*)at + LANES);
+    d = fastpath::load((const half*)at);
+    dmin = floats(0.0f) - fastpath::load((const half*)at + LANES);
   }
   f32x16 scale(int64_t i, int) const { return d * to_floats(load_uint8(numbers[0] + 16 * i)); }
   f32x16 min(int64_t i) const { return dmin * to_floats(load_uint8(numbers[2] + 16 * i)); }
@@ -168,12 +173,15 @@ struct SixBitScales {
   // A block of the file begins with d, dmin, and 12 bytes of scales and mins, as llama.cpp arranges them.
   template <class F>
   static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
-    const uint8_t *block = F::block(s, n, u), *q = block + 4;
+    const uint8_t* block = F::block(s, n, u);
+    const uint8_t* q = block + 4;
     for (int i = 0; i < 2; i++) std::memcpy(to + 32 * i + 2 * lane, block + 2 * i, 2);
     uint8_t values[4][4];
     for (int i = 0; i < 4; i++) {
-      values[0][i] = q[i] & 63, values[2][i] = q[i + 4] & 63;
-      values[1][i] = (q[i + 8] & 15) | q[i] >> 6 << 4, values[3][i] = q[i + 8] >> 4 | q[i + 4] >> 6 << 4;
+      values[0][i] = q[i] & 63;
+      values[2][i] = q[i + 4] & 63;
+      values[1][i] = (q[i + 8] & 15) | q[i] >> 6 << 4;
+      values[3][i] = q[i + 8] >> 4 | q[i + 4] >> 6 << 4;
     }
     for (int i = 0; i < 4; i++)
       for (int line = 0; line < 3; line++)
@@ -252,7 +260,10 @@ struct Blocks {
 // Reads the nibbles of 32 columns: columns 0 to 15 are in the low nibbles of 16 bytes, and columns 16
 // to 31 in the high nibbles.
 inline void read_nibbles(const uint8_t* from, uint8_t* q) {
-  for (int c = 0; c < 16; c++) q[c] = from[c] & 15, q[16 + c] = from[c] >> 4;
+  for (int c = 0; c < 16; c++) {
+    q[c] = from[c] & 15;
+    q[16 + c] = from[c] >> 4;
+  }
 }
 
 // The same with five bits: the fifth bits of 32 columns are the bits of 4 bytes.
@@ -345,7 +356,8 @@ struct Q6_K : Blocks<256, 210> {
   // bytes with two more bits for each of their four groups.
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
     const uint8_t* from = block(s, n, b / 8);
-    const int part = b % 8 / 4, i = b % 4;
+    const int part = b % 8 / 4;
+    const int i = b % 4;
     read_shared_nibbles(from + 64 * part + 32 * (i % 2), i / 2, q);
     for (int c = 0; c < 32; c++) q[c] |= (from[128 + 32 * part + c] >> 2 * i & 3) << 4;
   }

@@ -85,13 +85,15 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
   constexpr bool IS_TILE = std::is_same_v<L, Bytes>;  // a group is stored as the tile that AMX reads
   Stream<F> stream(p, block);
   Ahead ahead{stream.next + S::BYTES + PREFETCH_DISTANCE};
-  __m512i dots[AMX_GROUPS][LANES], unpacked[AMX_GROUPS][8];
+  __m512i dots[AMX_GROUPS][LANES];
+  __m512i unpacked[AMX_GROUPS][8];
   std::fill(acc, acc + rows, _mm512_setzero_ps());
   int64_t b = 0;
   auto add_groups = [&](auto groups) {
     constexpr int COUNT = decltype(groups)::value;
     const void* weights[COUNT];
-    __m512 scale[COUNT], min[COUNT];
+    __m512 scale[COUNT];
+    __m512 min[COUNT];
     for (int g = 0; g < COUNT; g++) {
       const uint8_t* group = stream.next_group();
       weights[g] = IS_TILE ? group : (const void*)unpacked[g];
@@ -100,9 +102,11 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
         L::unpack(group, j, levels);
         for (int r = 0; r < L::VECTORS; r++) unpacked[g][L::first_column(j, r) / 4] = (__m512i)levels[r];
       }
-      scale[g] = stream.scale(0), min[g] = stream.min();
+      scale[g] = stream.scale(0);
+      min[g] = stream.min();
     }
-    const int64_t first = x.at(m0, b), next = x.rows_of_tile(m0);
+    const int64_t first = x.at(m0, b);
+    const int64_t next = x.rows_of_tile(m0);
     multiply_groups<COUNT>(x.q + first * GROUP, next * GROUP, weights, dots, ahead, L::LINES / 2);
     for (int m = 0, due = 0; m < rows; m++) {  // the other half of the prefetches is spread evenly over the rows
       for (due += COUNT * (L::LINES - L::LINES / 2); due >= rows; due -= rows) ahead.prefetch(1);
@@ -177,7 +181,9 @@ template <class T>
 void multiply_units(const Linear& l, const Input& in, int64_t M, int64_t begin, int64_t end, const T* residual, T* out) {
   const int64_t C = l.C;
   if (l.format == DENSE) {
-    const T *w = (const T*)l.weight, *x = (const T*)in.x, *bias = (const T*)l.bias;
+    const T* w = (const T*)l.weight;
+    const T* x = (const T*)in.x;
+    const T* bias = (const T*)l.bias;
     int64_t n = begin;
     auto rows = [&](auto count) {
       constexpr int NT = decltype(count)::value;

@@ -35,9 +35,12 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at:
   const int64_t B = states.size(0), D = states.size(1), V = prepared[0]->layer.N, F = prepared[2]->layer.C;
   const int64_t W = ids.numel();
   const auto dtype = states.scalar_type();
-  const Layer table = prepared[0]->checked(dtype, V, D), gate_up = prepared[1]->checked(dtype, 2 * F, 2 * D);
-  const Layer down = prepared[2]->checked(dtype, D, F), output = prepared[3]->checked(dtype, W, D);
-  const Tensor drafted = at::empty({B, k}, tokens.options()), from = states.contiguous();
+  const Layer table = prepared[0]->checked(dtype, V, D);
+  const Layer gate_up = prepared[1]->checked(dtype, 2 * F, 2 * D);
+  const Layer down = prepared[2]->checked(dtype, D, F);
+  const Layer output = prepared[3]->checked(dtype, W, D);
+  const Tensor drafted = at::empty({B, k}, tokens.options());
+  const Tensor from = states.contiguous();
   const int64_t* first_tokens = checked(tokens, "tokens", at::kLong, {B}).const_data_ptr<int64_t>();
   const int64_t* id = checked(ids, "ids", at::kLong, {-1}).const_data_ptr<int64_t>();
   int64_t* to = drafted.data_ptr<int64_t>();
@@ -54,7 +57,8 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at:
                arena.allocate<T>(B * F),
                {arena.allocate<T>(B * D), arena.allocate<T>(B * D)},
                arena.allocate<T>(B * W)};
-      a.to_up = allocate_input(arena, gate_up, a.x, B), a.to_down = allocate_input(arena, down, a.act, B);
+      a.to_up = allocate_input(arena, gate_up, a.x, B);
+      a.to_down = allocate_input(arena, down, a.act, B);
       for (int i : {0, 1}) a.to_output[i] = allocate_input(arena, output, a.state[i], B);
       return a;
     });
@@ -77,21 +81,25 @@ Tensor medusa(const Tensor& states, const Tensor& tokens, const Tensor& ids, at:
           rms_norm_row(x + D, a.ones, x + D, D, eps);
           prepare_input<T>(gate_up, a.to_up, b, 0, gate_up.groups());
         });
-        matmul<T>(team, gate_up, a.to_up, B, nullptr, a.up), team.barrier();
+        matmul<T>(team, gate_up, a.to_up, B, nullptr, a.up);
+        team.barrier();
         by_rows([&](int64_t b) {
           for (int64_t f = 0; f < F; f += LANES) {
             const T* from = a.up + b * 2 * F + f;
-            const f32x16 gate = load(from, F - f), up = load(from + F, F - f);
+            const f32x16 gate = load(from, F - f);
+            const f32x16 up = load(from + F, F - f);
             const f32x16 silu = gate / (floats(1.0f) + fast_exp(floats(0.0f) - gate));
             store(a.act + b * F + f, silu * up, F - f);
           }
           prepare_input<T>(down, a.to_down, b, 0, down.groups());
         });
         T* next = a.state[i % 2];
-        matmul<T>(team, down, a.to_down, B, state, next), team.barrier();
+        matmul<T>(team, down, a.to_down, B, state, next);
+        team.barrier();
         state = next;
         prepare_input_rows<T>(team, output, a.to_output[i % 2], B);
-        matmul<T>(team, output, a.to_output[i % 2], B, nullptr, a.logits), team.barrier();
+        matmul<T>(team, output, a.to_output[i % 2], B, nullptr, a.logits);
+        team.barrier();
         by_rows([&](int64_t b) { to[b * k + i] = id[first_maximum(a.logits + b * W, W)]; });
       }
     });

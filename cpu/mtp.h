@@ -26,7 +26,8 @@ struct DraftKeys {
   static constexpr int64_t tail_size = DELTA_WINDOW + 1;
 
   void allocate(Arena& arena) {
-    pairs = arena.allocate<T>(M * 2 * D), joined = arena.allocate<T>(M * D);
+    pairs = arena.allocate<T>(M * 2 * D);
+    joined = arena.allocate<T>(M * D);
     to_proj = allocate_input(arena, proj, pairs, M);
     block.allocate(arena);
     block.x = joined;
@@ -67,7 +68,8 @@ struct DraftKeys {
     });
     team.barrier();
     if (!is_short) write_tail(team);
-    matmul<T>(team, proj, to_proj, M, nullptr, joined), team.barrier();
+    matmul<T>(team, proj, to_proj, M, nullptr, joined);
+    team.barrier();
     block.run(team);
   }
 };

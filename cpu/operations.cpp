@@ -41,7 +41,8 @@ Tensor empty_with_width(const Tensor& x, int64_t width) {
 }
 
 Tensor run_layer(const Tensor& x, const Layer& l) {
-  const Tensor xs = x.contiguous(), out = empty_with_width(x, l.N);
+  const Tensor xs = x.contiguous();
+  const Tensor out = empty_with_width(x, l.N);
   const int64_t M = l.C ? x.numel() / l.C : 0;
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
@@ -95,7 +96,8 @@ void pack_layer(const std::string& format, at::TensorList parts, int64_t C, int6
     if constexpr (F::PARTS == 1)
       TORCH_CHECK(source.row_bytes[0] == (C + F::COLUMNS - 1) / F::COLUMNS * F::BYTES, F::NAME, ": ",
                   source.row_bytes[0], " bytes for ", C, " columns");
-    const int64_t per_scale = groups_per_scale(groupsize, C), bytes = packed_block_bytes<F>(Cb, per_scale);
+    const int64_t per_scale = groups_per_scale(groupsize, C);
+    const int64_t bytes = packed_block_bytes<F>(Cb, per_scale);
     uint8_t* out = to.data_ptr<uint8_t>();
     parallel(N * C < MIN_PARALLEL_WORK, [&](const Team& team) {
       team.split((N + LANES - 1) / LANES, 1, [&](int64_t block, int64_t end) {
@@ -135,7 +137,8 @@ void release_layers(at::IntArrayRef layers) { prepared_layers.release(layers); }
 template <class Row>
 Tensor norm(const Tensor& x, const Row& row) {
   const int64_t D = x.size(-1);
-  const Tensor xs = x.contiguous(), out = at::empty(x.sizes(), x.options());
+  const Tensor xs = x.contiguous();
+  const Tensor out = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     const T* from = xs.const_data_ptr<T>();
@@ -183,21 +186,27 @@ Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_
     TORCH_CHECK(positions[i] >= -1 && positions[i] < slots, "position ", positions[i], " of ", slots);
   for (int64_t i = 0; row && i < B; i++) TORCH_CHECK(row[i] >= 0 && row[i] < R, "row ", row[i], " of ", R);
   Attention<T> a{B, S, H, K, k_cache.size(3), slots};
-  a.k = k_cache.const_data_ptr<T>(), a.v = v_cache.const_data_ptr<T>();
-  a.positions = positions, a.rows = row, a.slopes = data<float>(slopes);
+  a.k = k_cache.const_data_ptr<T>();
+  a.v = v_cache.const_data_ptr<T>();
+  a.positions = positions;
+  a.rows = row;
+  a.slopes = data<float>(slopes);
   a.window = std::min(window.value_or(slots), slots), a.scale = scale;
   return a;
 }
 
 Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& input_pos,
                  const MaybeTensor& rows, const MaybeTensor& slopes, std::optional<int64_t> window, double scale) {
-  const Tensor qs = q.contiguous(), out = at::empty(q.sizes(), q.options());
+  const Tensor qs = q.contiguous();
+  const Tensor out = at::empty(q.sizes(), q.options());
   dispatch_dtype(q, [&](auto type) {
     using T = decltype(type);
     const Tensor at = input_pos.contiguous();
     auto a = checked_attention<T>(q.size(0), q.size(1), q.size(2), k_cache, v_cache, at, rows, slopes, window, scale);
     TORCH_CHECK(q.size(3) == a.E, "queries of width ", q.size(3), ", keys of ", a.E);
-    a.q = qs.const_data_ptr<T>(), a.q_stride = a.H * a.E, a.out = out.data_ptr<T>();
+    a.q = qs.const_data_ptr<T>();
+    a.q_stride = a.H * a.E;
+    a.out = out.data_ptr<T>();
     const SplitPlan plan(a);
     auto [b, memory] = allocate_together([&](Arena& arena) {
       return std::make_pair(Workspace::allocate(arena, a), plan.allocate(arena, a));
@@ -212,11 +221,13 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
 // The state of a gated delta net, as in recurrent.DeltaState. The caller sets the inputs and outputs of the result.
 Delta checked_delta(const Tensor& matrix, const Tensor& base, const Tensor& keys, const Tensor& deltas,
                     const Tensor& decays) {
-  const int64_t R = checked(matrix, "matrix", at::kFloat, {-1, -1, -1, -1}).size(0), m = matrix.size(1);
+  const int64_t R = checked(matrix, "matrix", at::kFloat, {-1, -1, -1, -1}).size(0);
+  const int64_t m = matrix.size(1);
   Delta d{0, m, matrix.size(2), matrix.size(3)};
   d.n = checked(keys, "keys", at::kFloat, {R, DELTA_WINDOW, -1, d.dk}).size(2);
   TORCH_CHECK(d.n > 0 && m % d.n == 0, m, " value heads are not a multiple of ", d.n, " key heads");
-  d.matrix = matrix.data_ptr<float>(), d.keys = keys.data_ptr<float>();
+  d.matrix = matrix.data_ptr<float>();
+  d.keys = keys.data_ptr<float>();
   d.deltas = checked(deltas, "deltas", at::kFloat, {R, DELTA_WINDOW, m, d.dv}).data_ptr<float>();
   d.decays = checked(decays, "decays", at::kFloat, {R, DELTA_WINDOW, m}).data_ptr<float>();
   d.base = checked(base, "base", at::kLong, {R}).data_ptr<int64_t>();
@@ -236,13 +247,18 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const Tensor& matrix, const Tensor& base, const Tensor& keys, const Tensor& deltas,
                    const Tensor& decays, const Tensor& input_pos, const MaybeTensor& rows) {
   Delta d = checked_delta(matrix, base, keys, deltas, decays);
-  const Tensor at = input_pos.contiguous(), qs = q.contiguous(), ks = k.contiguous(), vs = v.contiguous();
-  const Tensor bs = beta.contiguous(), out = at::zeros(v.sizes(), v.options());
+  const Tensor at = input_pos.contiguous();
+  const Tensor qs = q.contiguous();
+  const Tensor ks = k.contiguous();
+  const Tensor vs = v.contiguous();
+  const Tensor bs = beta.contiguous();
+  const Tensor out = at::zeros(v.sizes(), v.options());
   const int64_t B = at.size(0), S = at.size(1);
   d.q = checked(qs, "q", at::kFloat, {B, S, d.n, d.dk}).const_data_ptr<float>();
   d.k = checked(ks, "k", at::kFloat, {B, S, d.n, d.dk}).const_data_ptr<float>();
   d.v = checked(vs, "v", at::kFloat, {B, S, d.m, d.dv}).const_data_ptr<float>();
-  d.k_stride = d.n * d.dk, d.v_stride = d.m * d.dv;
+  d.k_stride = d.n * d.dk;
+  d.v_stride = d.m * d.dv;
   const Tensor decay = checked(log_decay.contiguous(), "log_decay", at::kFloat, {B, S, d.m}).exp();
   d.decay = decay.const_data_ptr<float>();
   d.beta = checked(bs, "beta", at::kFloat, {B, S, d.m}).const_data_ptr<float>();
@@ -274,7 +290,8 @@ int64_t prepare_experts(at::IntArrayRef layers, at::IntArrayRef sizes, bool norm
   TORCH_CHECK(0 < p.k && p.k <= p.X, p.k, " of ", p.X, " experts");
   for (int64_t layer : layers) p.layers.push_back(prepared_layers.get(layer));
   p.router = p.layers[0]->checked(at::kFloat, p.X + (p.shared_F > 0), p.D);
-  const Layer gate_up = p.layers[1]->checked(dtype, -1, p.D), down = p.layers[2]->checked(dtype, -1, p.F);
+  const Layer gate_up = p.layers[1]->checked(dtype, -1, p.D);
+  const Layer down = p.layers[2]->checked(dtype, -1, p.F);
   for (int64_t e = 0; e < p.X; e++) {
     p.gate_up.push_back(layer_of_expert(*p.layers[1], gate_up, e, p.X, 2 * p.F));
     p.down.push_back(layer_of_expert(*p.layers[2], down, e, p.X, p.D));
@@ -296,7 +313,9 @@ Tensor sparse_mlp(const Tensor& x, const Tensor& input_pos, const Tensor& counts
   TORCH_CHECK(x.dim() == 3 && x.size(2) == p.D && x.scalar_type() == p.dtype, "x (B,S,", p.D, ") in ", p.dtype,
               " expected, not ", x.sizes(), " in ", x.scalar_type());
   const int64_t M = x.size(0) * x.size(1);
-  const Tensor xs = x.contiguous(), at = input_pos.contiguous(), out = at::empty(x.sizes(), x.options());
+  const Tensor xs = x.contiguous();
+  const Tensor at = input_pos.contiguous();
+  const Tensor out = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     Experts<T> call{&p, M};
@@ -342,7 +361,12 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
   TORCH_CHECK(norms.size() == 12 && sizes.size() == 10 && (p.only_keys || layers.size() == (experts ? 2 : 4)),
               "12 norms, 4 layers, 10 sizes expected");
   for (const MaybeTensor norm : norms) p.norms.push_back(norm ? MaybeTensor(norm->to(at::kFloat)) : norm);
-  p.H = sizes[0], p.K = sizes[1], p.E = sizes[2], p.D = sizes[3], p.F = sizes[4], p.dtype = dtype;
+  p.H = sizes[0];
+  p.K = sizes[1];
+  p.E = sizes[2];
+  p.D = sizes[3];
+  p.F = sizes[4];
+  p.dtype = dtype;
   p.gates = sizes[5];
   TORCH_CHECK(p.gates == 0 || p.gates == p.H, p.gates, " gates for ", p.H, " heads");
   p.window = window.value_or(std::numeric_limits<int64_t>::max()), p.scale = scale;
@@ -354,17 +378,23 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
     return p.layers.back()->checked(p.dtype, N, C);
   };
   DeltaNet& net = p.net;
-  net.n = sizes[6], net.m = sizes[7], net.dk = sizes[8], net.dv = sizes[9];
+  net.n = sizes[6];
+  net.m = sizes[7];
+  net.dk = sizes[8];
+  net.dv = sizes[9];
   Convolution& conv = p.conv;
   if (p.norms[8]) {
     conv.width = checked(*p.norms[8], "conv", at::kFloat, {-1, -1}).size(0), conv.channels = p.norms[8]->size(1);
     TORCH_CHECK(conv.width <= MAX_CONV_WIDTH, "a convolution over ", conv.width, " positions");
-    conv.weight = p.norms[8]->const_data_ptr<float>(), conv.bias = nullptr;
+    conv.weight = p.norms[8]->const_data_ptr<float>();
+    conv.bias = nullptr;
   }
   if (net.m) {
     TORCH_CHECK(net.n > 0 && net.m % net.n == 0 && conv.channels == 2 * net.n * net.dk + net.m * net.dv,
                 "a gated delta net of ", net.n, " key heads, ", net.m, " value heads and ", conv.channels, " channels");
-    net.decay_weight = vector(9, net.m), net.decay_bias = vector(10, net.m), net.norm = vector(11, net.dv);
+    net.decay_weight = vector(9, net.m);
+    net.decay_bias = vector(10, net.m);
+    net.norm = vector(11, net.dv);
     p.qkv = linear(0, conv.channels + net.m * net.dv + 2 * net.m, p.D), p.out = linear(1, p.D, net.m * net.dv);
   } else if (conv.channels) {
     conv.bias = vector(9, conv.channels);
@@ -373,7 +403,8 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
     p.qkv = linear(0, (p.H + p.gates + 2 * p.K) * p.E, p.D);
     if (!p.only_keys) p.out = linear(1, p.D, p.H * p.E);
   }
-  p.gated = activation != "gelu", p.gelu = activation != "swiglu";
+  p.gated = activation != "gelu";
+  p.gelu = activation != "swiglu";
   if (experts) {
     p.experts = prepared_experts.get(*experts);
     TORCH_CHECK(p.experts->D == p.D && p.experts->dtype == p.dtype, "experts of D ", p.experts->D, " in ",
@@ -381,12 +412,19 @@ int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layer
   } else if (!p.only_keys) {
     p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
   }
-  for (int i = 0; i < 2; i++) p.attention_norm[i] = vector(i, p.D), p.mlp_norm[i] = vector(2 + i, p.D);
+  for (int i = 0; i < 2; i++) {
+    p.attention_norm[i] = vector(i, p.D);
+    p.mlp_norm[i] = vector(2 + i, p.D);
+  }
   p.qk_norm_whole = qk_norm_whole;
-  p.q_norm = vector(4, qk_norm_whole ? p.H * p.E : p.E), p.k_norm = vector(5, qk_norm_whole ? p.K * p.E : p.E);
-  p.attention_post_norm = vector(6, p.D), p.mlp_post_norm = vector(7, p.D);
-  p.eps = eps, p.residual_scale = residual_scale;
-  p.post_norm_residual = post_norm_residual, p.rope_table = rope_table;
+  p.q_norm = vector(4, qk_norm_whole ? p.H * p.E : p.E);
+  p.k_norm = vector(5, qk_norm_whole ? p.K * p.E : p.E);
+  p.attention_post_norm = vector(6, p.D);
+  p.mlp_post_norm = vector(7, p.D);
+  p.eps = eps;
+  p.residual_scale = residual_scale;
+  p.post_norm_residual = post_norm_residual;
+  p.rope_table = rope_table;
   return prepared_blocks.add(std::move(p));
 }
 
@@ -405,7 +443,9 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
               at::TensorList k_caches, at::TensorList v_caches, at::TensorList states, at::TensorList counts,
               at::IntArrayRef handles) {
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
-  size_t recurrent = 0, sparse = 0, tensors = 0;
+  size_t recurrent = 0;
+  size_t sparse = 0;
+  size_t tensors = 0;
   for (int64_t handle : handles) {
     prepared.push_back(prepared_blocks.get(handle));
     recurrent += prepared.back()->conv.channels > 0;
@@ -416,13 +456,19 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
               states.size() == tensors && counts.size() == sparse,
               "x (B,S,D), and the state and the counts of each block were expected");
   const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
-  const Tensor xs = x.contiguous(), at = input_pos.contiguous(), result = at::empty(x.sizes(), x.options());
+  const Tensor xs = x.contiguous();
+  const Tensor at = input_pos.contiguous();
+  const Tensor result = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     std::vector<Block<T>> all;
     std::deque<SplitPlan> plans;  // one for consecutive blocks of the same window; a deque does not move its elements
-    int64_t window = -1, slots = 0, work = 0;
-    size_t at_cache = 0, at_state = 0, at_counts = 0;  // of the next block
+    int64_t window = -1;
+    int64_t slots = 0;
+    int64_t work = 0;
+    size_t at_cache = 0;
+    size_t at_state = 0;
+    size_t at_counts = 0;  // of the next block
     std::vector<DeltaRun> runs;
     checked(at, "input_pos", at::kLong, {B, S});
     if (recurrent) {
@@ -439,12 +485,14 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         at_state += state.size();
         const int64_t R = checked(state[0], "base", at::kLong, {-1}).size(0);
         TORCH_CHECK(R == states[0].size(0), "states of ", R, " and ", states[0].size(0), " rows");
-        block.base = state[0].data_ptr<int64_t>(), block.runs = &runs;
+        block.base = state[0].data_ptr<int64_t>();
+        block.runs = &runs;
         check_pending(runs, block.base);
         const std::vector<int64_t> tail_sizes{R, p.conv.tail_size() + 1, p.conv.channels};
         block.tail = checked(state[1], "tail", x.scalar_type(), tail_sizes).template data_ptr<T>();
         block.attention = {B, S};
-        block.attention.positions = at.const_data_ptr<int64_t>(), block.attention.rows = data<int64_t>(rows);
+        block.attention.positions = at.const_data_ptr<int64_t>();
+        block.attention.rows = data<int64_t>(rows);
         if (p.net.m) {
           block.delta = checked_delta(state[2], state[0], state[3], state[4], state[5]);
           const Delta& d = block.delta;
@@ -453,28 +501,36 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
           work += B * S * d.m * d.dk * d.dv;
         }
       } else {
-        const Tensor &k = k_caches[at_cache], &v = v_caches[at_cache];
+        const Tensor& k = k_caches[at_cache];
+        const Tensor& v = v_caches[at_cache];
         at_cache++;
         auto a = checked_attention<T>(B, S, p.H, k, v, at, rows, slopes, p.window, p.scale);
         TORCH_CHECK(p.K == a.K && p.E == a.E, "block ", handles[i], " has K ", p.K, ", E ", p.E, ", not k_cache ",
                     k.sizes());
         block.attention = a;
         if (!p.only_keys) {
-          if (p.window != window || a.slots != slots) plans.emplace_back(a), window = p.window, slots = a.slots;
+          if (p.window != window || a.slots != slots) {
+            plans.emplace_back(a);
+            window = p.window;
+            slots = a.slots;
+          }
           block.plan = &plans.back();
         }
-        block.k = k.data_ptr<T>(), block.v = v.data_ptr<T>();
+        block.k = k.data_ptr<T>();
+        block.v = v.data_ptr<T>();
         block.query_scales = data<float>(checked(query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
       }
       if (!cos.empty()) {
         TORCH_CHECK(p.rope_table >= 0 && p.rope_table < int64_t(cos.size()) && cos.size() == sin.size(), "block ",
                     handles[i], " needs RoPE table ", p.rope_table, " of ", cos.size());
-        const Tensor &c = cos[p.rope_table], &s = sin[p.rope_table];
+        const Tensor& c = cos[p.rope_table];
+        const Tensor& s = sin[p.rope_table];
         block.cos = checked(c, "cos", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
         block.sin = checked(s, "sin", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
       }
       if (p.experts) {
-        block.experts.p = p.experts.get(), block.experts.M = B * S;
+        block.experts.p = p.experts.get();
+        block.experts.M = B * S;
         block.experts.positions = at.const_data_ptr<int64_t>();
         const Tensor& count = checked(counts[at_counts++], "counts", at::kLong, {p.experts->X + 1});
         block.experts.counts = count.data_ptr<int64_t>();
@@ -482,7 +538,8 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
       } else {
         work += B * S * (p.up.N * D + p.down.C * D);
       }
-      block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>(), block.result = result.data_ptr<T>();
+      block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>();
+      block.result = result.data_ptr<T>();
       all.push_back(block);
       work += B * S * (p.qkv.N * D + p.out.C * D);
     }
@@ -519,7 +576,8 @@ void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor
   const int64_t B = hidden.size(0), S = hidden.size(1), D = p.D, M = B * S;
   const Tensor at = checked(input_pos.contiguous(), "input_pos", at::kLong, {B, S});
   const Tensor pair_pos = at.sub(1).clamp_min(-1);
-  const Tensor table = checked(embedded.contiguous(), "embedded", p.dtype, {B, S, D}), states = hidden.contiguous();
+  const Tensor table = checked(embedded.contiguous(), "embedded", p.dtype, {B, S, D});
+  const Tensor states = hidden.contiguous();
   const int64_t T_slots = k_cache.size(2);
   for (const Tensor& one : {cos, sin}) checked(one, "cos or sin", at::kFloat, {-1, T_slots, 1, p.E});
   TORCH_CHECK(p.rope_table < cos.size(0), "RoPE table ", p.rope_table, " of ", cos.size(0));
@@ -529,7 +587,8 @@ void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor
     DraftKeys<T> call{Block<T>{p}, B, S, D, M};
     call.positions = at.const_data_ptr<int64_t>();
     call.rows = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
-    call.embedded = table.const_data_ptr<T>(), call.hidden = states.const_data_ptr<T>();
+    call.embedded = table.const_data_ptr<T>();
+    call.hidden = states.const_data_ptr<T>();
     call.embedding_norm = checked(norms[0], "norm", at::kFloat, {D}).template const_data_ptr<float>();
     call.hidden_norm = checked(norms[1], "norm", at::kFloat, {D}).template const_data_ptr<float>();
     call.eps = p.eps, call.proj = joins->checked(p.dtype, D, 2 * D);
@@ -542,7 +601,8 @@ void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor
     block.M = M;
     block.attention = checked_attention<T>(B, S, p.H, k_cache, v_cache, pair_pos, rows, {}, p.window, p.scale);
     TORCH_CHECK(p.K == block.attention.K && p.E == block.attention.E, "k_cache ", k_cache.sizes());
-    block.k = k_cache.data_ptr<T>(), block.v = v_cache.data_ptr<T>();
+    block.k = k_cache.data_ptr<T>();
+    block.v = v_cache.data_ptr<T>();
 
     std::vector<float> angles(2 * M * p.E);  // cos and sin of the pairs
     const int64_t* slots = pair_pos.const_data_ptr<int64_t>();
@@ -551,7 +611,8 @@ void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor
       std::copy_n(cos.const_data_ptr<float>() + from, p.E, angles.data() + m * p.E);
       std::copy_n(sin.const_data_ptr<float>() + from, p.E, angles.data() + (M + m) * p.E);
     }
-    block.cos = angles.data(), block.sin = angles.data() + M * p.E;
+    block.cos = angles.data();
+    block.sin = angles.data() + M * p.E;
 
     const auto [arrays, memory] = allocate_together([&](Arena& arena) {
       DraftKeys<T> one = call;

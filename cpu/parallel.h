@@ -35,7 +35,8 @@ struct Team {
   template <class Work>
   void split(int64_t n, int64_t grain, const Work& work) const {
     const int64_t pieces = (n + grain - 1) / grain;
-    const int64_t begin = pieces * thread / threads * grain, end = std::min(n, pieces * (thread + 1) / threads * grain);
+    const int64_t begin = pieces * thread / threads * grain;
+    const int64_t end = std::min(n, pieces * (thread + 1) / threads * grain);
     if (begin < end) work(begin, end);
   }
 

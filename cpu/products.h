@@ -108,7 +108,8 @@ void with_size(int64_t n, const Function& f) {
 template <int MOST, class Function>
 void in_tiles(int64_t m, int64_t stop, const Function& f) {
   while (m < stop) {
-    const int64_t left = std::min<int64_t>(stop - m, TILE_ROWS - m % TILE_ROWS), tiles = (left + MOST - 1) / MOST;
+    const int64_t left = std::min<int64_t>(stop - m, TILE_ROWS - m % TILE_ROWS);
+    const int64_t tiles = (left + MOST - 1) / MOST;
     for (int64_t i = 0; i < tiles; i++) {
       const int64_t rows = left / tiles + (i < left % tiles);
       with_size<MOST>(rows, [&](auto count) { f(m, count); });
@@ -208,18 +209,25 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
 // Quantizes a group of x, of up to 32 columns, to the place `at`. Any NaN or infinity makes the scale NaN.
 template <class T>
 inline void quantize_group(const T* x, int64_t columns, const Input& in, int64_t at) {
-  f32x16 low = load(x, columns), high = load(x + LANES, columns - LANES);
+  f32x16 low = load(x, columns);
+  f32x16 high = load(x + LANES, columns - LANES);
   const bool finite = all_finite(low) && all_finite(high);
   if (!finite) low = high = floats(0.0f);
   const float most = max_of_lanes(max(abs(low), abs(high)));
   const bool tiny = most < 1e-30f;  // its inverse would overflow
   const float scale = !finite ? NAN : tiny ? 0.0f : most / 127;
   const f32x16 inverse = floats(tiny ? 0.0f : 127 / most);
-  const i32x16 a = to_ints(low * inverse), c = to_ints(high * inverse);
-  store_int8(in.q + at * GROUP, a), store_int8(in.q + at * GROUP + LANES, c);
-  const int32_t first = sum_of_lanes(a), second = sum_of_lanes(c);
-  in.half_sum[0][at] = -8 * first, in.half_sum[1][at] = -8 * second, in.sum[at] = -8 * (first + second);
-  in.scale[at] = scale, in.scaled_sum[at] = scale * (first + second);
+  const i32x16 a = to_ints(low * inverse);
+  const i32x16 c = to_ints(high * inverse);
+  store_int8(in.q + at * GROUP, a);
+  store_int8(in.q + at * GROUP + LANES, c);
+  const int32_t first = sum_of_lanes(a);
+  const int32_t second = sum_of_lanes(c);
+  in.half_sum[0][at] = -8 * first;
+  in.half_sum[1][at] = -8 * second;
+  in.sum[at] = -8 * (first + second);
+  in.scale[at] = scale;
+  in.scaled_sum[at] = scale * (first + second);
 }
 
 // Four bytes of q, copied to every lane.
@@ -279,7 +287,8 @@ struct GroupSums {
   }
   // acc + x_scale * sum * scale, of the group or of its halves, + min * scaled_sum
   f32x16 add_to(f32x16 acc, const f32x16* scale, f32x16 min, const Input& x, int64_t at) const {
-    const f32x16 xs = floats(x.scale[at]), sum = to_floats(parts[0].sum);
+    const f32x16 xs = floats(x.scale[at]);
+    const f32x16 sum = to_floats(parts[0].sum);
     if constexpr (HALVES)
       acc = fma(fma(to_floats(parts[1].sum), scale[1], sum * scale[0]), xs, acc);
     else
@@ -349,7 +358,8 @@ template <int MT, class F>
   std::fill(other, other + MT, floats(0.0f));
   for (int64_t b = 0; b < p.Cb; b++) {
     const uint8_t* group = stream.next_group();
-    const f32x16 scale[] = {stream.scale(0), stream.scale(1)}, min = stream.min();
+    const f32x16 scale[] = {stream.scale(0), stream.scale(1)};
+    const f32x16 min = stream.min();
     const float* columns = x.as_float + m0 * stride + b * GROUP;
     for (int j = 0; j < L::STEPS; j++) {
       u8x64 levels[L::VECTORS];
@@ -376,7 +386,8 @@ inline Input allocate_input(Arena& arena, const Layer& l, const void* x, int64_t
   const int64_t groups = M * l.groups();
   if (l.any(&Linear::quantizes_activations)) {
     in.q = arena.allocate<int8_t>((groups + TILE_ROWS) * GROUP);  // AMX also reads the rows that the last tile lacks
-    in.scale = arena.allocate<float>(groups), in.scaled_sum = arena.allocate<float>(groups);
+    in.scale = arena.allocate<float>(groups);
+    in.scaled_sum = arena.allocate<float>(groups);
     in.sum = arena.allocate<int32_t>(groups);
     for (int32_t*& sum : in.half_sum) sum = arena.allocate<int32_t>(groups);
   } else if (l.any(&Linear::is_quantized)) {
@@ -391,7 +402,9 @@ void prepare_input(const Layer& l, const Input& in, int64_t m, int64_t begin, in
   if (!in.q && !in.as_float) return;
   const T* x = (const T*)in.x + m * l.C;
   for (int64_t b = begin; b < end; b++) {
-    const int64_t c = b * GROUP, left = l.C - c, at = m * in.Cb + b;
+    const int64_t c = b * GROUP;
+    const int64_t left = l.C - c;
+    const int64_t at = m * in.Cb + b;
     if (in.q) {
       quantize_group(x + c, left, in, in.at(m, b));
     } else {
@@ -413,7 +426,8 @@ void prepare_input_rows(const Team& team, const Layer& l, const Input& in, int64
 // Adds bias and residual to 16 outputs of row m of x, and stores them.
 template <class T>
 inline void finish_outputs(const Linear& l, int64_t block, int64_t m, f32x16 y, const T* residual, T* out) {
-  const int64_t n = block * LANES, at = m * l.stride + l.first + n;
+  const int64_t n = block * LANES;
+  const int64_t at = m * l.stride + l.first + n;
   const int64_t valid = l.N - n;
   if (l.bias) y = y + load((const T*)l.bias + n, valid);
   if (residual) y = y + load(residual + at, valid);
@@ -444,10 +458,12 @@ void packed_block(const Linear& l, int64_t block, const Input& x, int64_t m, int
 // Row `id` of a table of any format, such as an embedding.
 template <class T>
 void look_up(const Linear& table, int64_t id, T* out) {
-  const int64_t block = id / LANES, lane = id % LANES;
+  const int64_t block = id / LANES;
+  const int64_t lane = id % LANES;
   if (table.format == DENSE) std::copy_n((const T*)table.weight + id * table.C, table.C, out);
   for (int64_t c = 0; table.format == TILES && c < table.C; c++) {
-    const int64_t group = block * table.Cb + c / GROUP, place = c % GROUP;
+    const int64_t group = block * table.Cb + c / GROUP;
+    const int64_t place = c % GROUP;
     out[c] = ((const T*)table.weight)[((group * GROUP / 2 + place / 2) * LANES + lane) * 2 + place % 2];
   }
   with_format(table.format, [&](auto format) {

@@ -28,7 +28,8 @@ inline f32x16 load_or_minus_infinity(const T* p, int64_t left) {
 // 2^x for x <= 0 with a relative error of 1e-7, in fewer instructions than fast_exp. NaN stays NaN.
 inline f32x16 fast_exp2(f32x16 x) {
   x = max(floats(-150.0f), x);  // 0 below
-  const f32x16 n = floor(x), f = x - n;
+  const f32x16 n = floor(x);
+  const f32x16 f = x - n;
   f32x16 y = floats(0.00187757661f);
   for (float c : {0.00898934025f, 0.0558263179f, 0.240153617f, 0.693153073f, 0.999999925f}) y = fma(y, f, floats(c));
   return times_power_of_2(y, n);
@@ -45,17 +46,25 @@ struct RowStatistics {
 template <class T>
 RowStatistics row_statistics(const T* x, int64_t V, float* maxima) {
   const f32x16 log2e = floats(LOG2E);
-  f32x16 most = floats(-INF), m = floats(-std::numeric_limits<float>::max()), l = floats(0.0f);
+  f32x16 most = floats(-INF);
+  f32x16 m = floats(-std::numeric_limits<float>::max());
+  f32x16 l = floats(0.0f);
   auto block = [&](auto&& load_vector) {
-    f32x16 xs[BLOCK_VECTORS], even = floats(-INF), odd = even, sums[2] = {floats(0.0f), floats(0.0f)};
+    f32x16 xs[BLOCK_VECTORS];
+    f32x16 even = floats(-INF);
+    f32x16 odd = even;
+    f32x16 sums[2] = {floats(0.0f), floats(0.0f)};
 #pragma GCC unroll 16
     for (int j = 0; j < BLOCK_VECTORS; j++) xs[j] = load_vector(j);
 #pragma GCC unroll 8
     for (int j = 0; j < BLOCK_VECTORS; j += 2) {
-      even = max(even, xs[j]), odd = max(odd, xs[j + 1]);  // may drop NaN, but the sum keeps it
+      even = max(even, xs[j]);
+      odd = max(odd, xs[j + 1]);  // may drop NaN, but the sum keeps it
     }
-    const f32x16 here = max(even, odd), m_new = max(m, here);
-    store(maxima, here), maxima += LANES;
+    const f32x16 here = max(even, odd);
+    const f32x16 m_new = max(m, here);
+    store(maxima, here);
+    maxima += LANES;
     most = max(most, here);
 #pragma GCC unroll 16
     for (int j = 0; j < BLOCK_VECTORS; j++) sums[j % 2] = sums[j % 2] + fast_exp2((xs[j] - m_new) * log2e);
@@ -76,7 +85,10 @@ template <class T>
 int64_t argmax(float max, const T* x, int64_t V, const float* maxima) {
   const f32x16 wanted = floats(max);
   int64_t v = 0;
-  while (!equal_lanes(load(maxima), wanted)) maxima += LANES, v += BLOCK_VECTORS * LANES;
+  while (!equal_lanes(load(maxima), wanted)) {
+    maxima += LANES;
+    v += BLOCK_VECTORS * LANES;
+  }
   for (;; v += LANES)
     if (const Lanes here = equal_lanes(load_or_minus_infinity(x + v, V - v), wanted)) return v + std::countr_zero(here);
 }
@@ -109,7 +121,8 @@ struct Scratch {
     const int64_t padded = (V + 255) / 256 * 256;
     Scratch s{arena.allocate<float>(padded / BLOCK_VECTORS), arena.allocate<float>(padded)};
     s.kept = arena.allocate<float>(padded);
-    s.ids = arena.allocate<int32_t>(padded), s.sort_keys = arena.allocate<int32_t>(padded);
+    s.ids = arena.allocate<int32_t>(padded);
+    s.sort_keys = arena.allocate<int32_t>(padded);
     s.masses = arena.allocate<int64_t>(padded);
     return s;
   }
@@ -117,7 +130,8 @@ struct Scratch {
 
 // Repetition, frequency and presence penalties. Every operation is rounded by itself, as in torch.
 inline f32x16 penalize(f32x16 x, i32x16 counts, const RowSettings& r) {
-  const Lanes seen = above(counts, ints(0)), negative = above(floats(0.0f), x);
+  const Lanes seen = above(counts, ints(0));
+  const Lanes negative = above(floats(0.0f), x);
   const f32x16 repetition = floats(r.repetition);
   f32x16 y = where(seen & ~negative, x / repetition, x);
   y = where(seen & negative, rounded(x * repetition), y);
@@ -185,7 +199,8 @@ Tokens<float> collect(Tokens<T> tokens, const Scratch& s, const Keep& keep) {
     const Lanes kept = keep(x, first_lanes(tokens.n - i));
     if (!kept) continue;
     const i32x16 ids = tokens.ids_at(i);
-    store_selected(s.kept + n, kept, x), store_selected(s.ids + n, kept, ids);
+    store_selected(s.kept + n, kept, x);
+    store_selected(s.ids + n, kept, ids);
     n += std::popcount(kept);
   }
   return {s.kept, s.ids, n};
@@ -215,12 +230,16 @@ struct Threshold {
 // masses each entry counts 1. All entries together must reach the target. Bisects the range of keys, and keeps only the
 // entries inside the remaining range, so that each step is shorter than the one before. Overwrites both arrays.
 Threshold find_threshold(int64_t target, int32_t* sort_keys, int64_t* masses, int64_t n) {
-  i32x16 least = ints(sort_keys[0]), most = least;
+  i32x16 least = ints(sort_keys[0]);
+  i32x16 most = least;
   for (int64_t i = 0; i < n; i += LANES) {
     const i32x16 key = where(first_lanes(n - i), load_ints(sort_keys + i), least);
-    least = min(least, key), most = max(most, key);
+    least = min(least, key);
+    most = max(most, key);
   }
-  int64_t low = min_of_lanes(least), high = max_of_lanes(most), above = 0;
+  int64_t low = min_of_lanes(least);
+  int64_t high = max_of_lanes(most);
+  int64_t above = 0;
   while (low < high) {
     const int32_t middle = (low + high + 1) >> 1;
     const i32x16 bound = ints(middle);
@@ -245,7 +264,8 @@ Threshold find_threshold(int64_t target, int32_t* sort_keys, int64_t* masses, in
     int64_t inside = 0;
     for (int64_t i = 0; i < n; i += LANES) {
       const i32x16 key = load_ints(sort_keys + i);
-      const Lanes in = at_least(key, bound), kept = first_lanes(n - i) & (up ? in : ~in);
+      const Lanes in = at_least(key, bound);
+      const Lanes kept = first_lanes(n - i) & (up ? in : ~in);
       store_selected(sort_keys + inside, kept, key);
       if (masses) store_selected(masses + inside, kept, load_int64(masses + i));
       inside += std::popcount(kept);
@@ -318,7 +338,8 @@ void filter(const T* x, int64_t V, const RowSettings& r, const Scratch& s, const
 // ---------------------------------------------------------------- sampling: noise and the draw
 
 inline uint64_t scramble(uint64_t x) {
-  x = uint32_t((x ^ x >> 16) * 0x21F0AAAD), x = uint32_t((x ^ x >> 15) * 0x735A2D97);
+  x = uint32_t((x ^ x >> 16) * 0x21F0AAAD);
+  x = uint32_t((x ^ x >> 15) * 0x735A2D97);
   return x ^ x >> 15;
 }
 
@@ -360,7 +381,8 @@ int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, 
   store(bits, noise.bits(ints(winner)));
   float best = 1 / Noise::exponential(bits[0]);  // the likeliest token weighs 1
   const float scale = LOG2E * 0x1p23f;
-  const f32x16 slope = floats(std::min(weights.inverse * scale, 3e38f)), max = floats(weights.max);
+  const f32x16 slope = floats(std::min(weights.inverse * scale, 3e38f));
+  const f32x16 max = floats(weights.max);
   auto offset_of_best = [&] { return floats((127 + 32 + 1e-3f - std::log2(best)) * 0x1p23f); };
   const i32x16 half = as_ints(floats(0.5f));  // the smallest possible value of 2^32 u
   f32x16 offset = offset_of_best();
@@ -400,7 +422,8 @@ void with_adjustments(const T* x, int64_t V, const RowSettings& r, const RowStat
 template <class T>
 void sample_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, int64_t& id, float& logprob) {
   const RowStatistics raw = row_statistics(x, V, s.maxima);
-  id = -1, logprob = NAN;
+  id = -1;
+  logprob = NAN;
   with_adjustments(x, V, r, raw, s, [&](const auto* x, const RowStatistics& top) {
     if (!top.finite) return;
     id = argmax(top.max, x, V, s.maxima);
@@ -467,7 +490,9 @@ struct Sampling {
         logit_bias(logit_bias), masks(masks), mask_start(mask_start) {
     const auto sizes = logits.sizes();
     TORCH_CHECK(sizes.size() == 3 && sizes[2] > 0 && sizes[2] < INT32_MAX, "logits (B,S,V) expected, got ", sizes);
-    B = sizes[0], S = sizes[1], V = sizes[2];
+    B = sizes[0];
+    S = sizes[1];
+    V = sizes[2];
     checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
     checked(this->drafted, "drafted", at::kLong, {B, -1});
     TORCH_CHECK(this->drafted.size(1) >= S - 1, this->drafted.size(1), " drafted tokens for ", S, " positions");
@@ -505,14 +530,19 @@ struct Sampling {
   }
 
   RowSettings row_settings(int64_t b, int64_t place) const {
-    const int64_t row = rows.const_data_ptr<int64_t>()[b], n = drafted.size(1);
+    const int64_t row = rows.const_data_ptr<int64_t>()[b];
+    const int64_t n = drafted.size(1);
     auto float_of = [&](const Tensor& setting) { return setting.const_data_ptr<float>()[row]; };
     auto int_of = [&](const Tensor& setting) { return setting.const_data_ptr<int64_t>()[row]; };
     RowSettings r;
-    r.seed = int_of(seed), r.top_k = int_of(top_k);
+    r.seed = int_of(seed);
+    r.top_k = int_of(top_k);
     r.position = position.const_data_ptr<int64_t>()[b] + place;
-    r.temperature = float_of(temperature), r.top_p = float_of(top_p), r.min_p = float_of(min_p);
-    r.repetition = float_of(repetition_penalty), r.frequency = float_of(frequency_penalty);
+    r.temperature = float_of(temperature);
+    r.top_p = float_of(top_p);
+    r.min_p = float_of(min_p);
+    r.repetition = float_of(repetition_penalty);
+    r.frequency = float_of(frequency_penalty);
     r.presence = float_of(presence_penalty);
     r.counts = counts.const_data_ptr<int32_t>() + row * counts.size(1);
     const bool has_bias = biased.const_data_ptr<bool>()[row];
@@ -542,7 +572,8 @@ struct Sampling {
       parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&](const Team& team) {
         team.split(n, 1, [&](int64_t i, int64_t end) {
           for (; i < end; i++) {
-            const int64_t b = places[i] / S, s = places[i] % S;
+            const int64_t b = places[i] / S;
+            const int64_t s = places[i] % S;
             work(x + b * logits.stride(0) + s * logits.stride(1), row_settings(b, s), scratch[team.thread], places[i]);
           }
         });

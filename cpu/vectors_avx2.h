@@ -71,7 +71,8 @@ inline f32x16 rounded_to_bf16(f32x16 x) {
   return {_mm256_castsi256_ps(rounded_bits(x.low)), _mm256_castsi256_ps(rounded_bits(x.high))};
 }
 inline __m256i to_bf16(f32x16 x) {
-  const __m256i low = _mm256_srli_epi32(rounded_bits(x.low), 16), high = _mm256_srli_epi32(rounded_bits(x.high), 16);
+  const __m256i low = _mm256_srli_epi32(rounded_bits(x.low), 16);
+  const __m256i high = _mm256_srli_epi32(rounded_bits(x.high), 16);
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 }
 
@@ -115,7 +116,8 @@ inline i32x16 load_pairs(const bf16* p, int64_t n) {
 }
 
 inline void store(void* p, i32x16 x) {
-  _mm256_storeu_si256((__m256i*)p, x.low), _mm256_storeu_si256((__m256i*)p + 1, x.high);
+  _mm256_storeu_si256((__m256i*)p, x.low);
+  _mm256_storeu_si256((__m256i*)p + 1, x.high);
 }
 inline void store(void* p, u8x64 x) { store(p, as_ints(x)); }
 inline void store(float* p, f32x16 x) { _mm256_storeu_ps(p, x.low), _mm256_storeu_ps(p + 8, x.high); }
@@ -159,7 +161,9 @@ inline f32x16 rounded(f32x16 x) {
 }
 // Two multiplications, as 2^n may be too small for a float32. Only the second one rounds, if x is near 1.
 inline f32x16 times_power_of_2(f32x16 x, f32x16 n) {
-  const i32x16 all = to_ints(n), half = all >> 1, bias = ints(127);
+  const i32x16 all = to_ints(n);
+  const i32x16 half = all >> 1;
+  const i32x16 bias = ints(127);
   return x * as_floats((half + bias) << 23) * as_floats((all - half + bias) << 23);
 }
 inline u8x64 shift_left(u8x64 x, int n) { return {_mm256_slli_epi16(x.low, n), _mm256_slli_epi16(x.high, n)}; }
@@ -222,11 +226,13 @@ inline void store_selected(T* p, Lanes lanes, const T* x) {
 }
 inline void store_selected(float* p, Lanes lanes, f32x16 x) {
   alignas(32) float all[LANES];
-  store(all, x), store_selected(p, lanes, all);
+  store(all, x);
+  store_selected(p, lanes, all);
 }
 inline void store_selected(int32_t* p, Lanes lanes, i32x16 x) {
   alignas(32) int32_t all[LANES];
-  store(all, x), store_selected(p, lanes, all);
+  store(all, x);
+  store_selected(p, lanes, all);
 }
 
 // ---------------------------------------------------------------- 64 bits: the compiler vectorizes these loops
@@ -291,7 +297,8 @@ inline int32_t sum_of_lanes(i32x16 x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 inline bool all_finite(f32x16 x) {
-  const i32x16 infinity = ints(0x7f800000), exponents = as_ints(x) & infinity;
+  const i32x16 infinity = ints(0x7f800000);
+  const i32x16 exponents = as_ints(x) & infinity;
   const __m256i low = _mm256_cmpeq_epi32(exponents.low, infinity.low);
   return !_mm256_movemask_epi8(low | _mm256_cmpeq_epi32(exponents.high, infinity.high));
 }
@@ -305,11 +312,14 @@ inline f32x16 sums_of_lanes(const f32x16* x) {
 // ---------------------------------------------------------------- rearranging
 
 inline void join_pairs(__m256& x, __m256& y) {
-  const __m256 low = _mm256_unpacklo_ps(x, y), high = _mm256_unpackhi_ps(x, y);
-  x = _mm256_permute2f128_ps(low, high, 0x20), y = _mm256_permute2f128_ps(low, high, 0x31);
+  const __m256 low = _mm256_unpacklo_ps(x, y);
+  const __m256 high = _mm256_unpackhi_ps(x, y);
+  x = _mm256_permute2f128_ps(low, high, 0x20);
+  y = _mm256_permute2f128_ps(low, high, 0x31);
 }
 inline void join_pairs(f32x16& x, f32x16& y) {
-  join_pairs(x.low, y.low), join_pairs(x.high, y.high);
+  join_pairs(x.low, y.low);
+  join_pairs(x.high, y.high);
   std::swap(x.high, y.low);
 }
 
@@ -340,10 +350,15 @@ inline void transpose(i32x16 (&words)[16]) {
   __m256i quarters[2][2][8];  // by half of the rows, and half of the columns
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
-    quarters[0][0][i] = words[i].low, quarters[0][1][i] = words[i].high;
-    quarters[1][0][i] = words[8 + i].low, quarters[1][1][i] = words[8 + i].high;
+    quarters[0][0][i] = words[i].low;
+    quarters[0][1][i] = words[i].high;
+    quarters[1][0][i] = words[8 + i].low;
+    quarters[1][1][i] = words[8 + i].high;
   }
-  for (auto& halves : quarters) transpose(halves[0]), transpose(halves[1]);
+  for (auto& halves : quarters) {
+    transpose(halves[0]);
+    transpose(halves[1]);
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     words[i] = {quarters[0][0][i], quarters[1][0][i]};

@@ -141,7 +141,8 @@ inline i64x16 add_selected(i64x16 a, Lanes lanes, i64x16 b) {
   return {_mm512_mask_add_epi64(a.low, lanes, a.low, b.low), _mm512_mask_add_epi64(a.high, lanes >> 8, a.high, b.high)};
 }
 inline void store_selected(int64_t* p, Lanes lanes, i64x16 x) {
-  const Lanes low = lanes & 0xff, high = lanes >> 8;
+  const Lanes low = lanes & 0xff;
+  const Lanes high = lanes >> 8;
   const int count = std::popcount(low);
   _mm512_mask_storeu_epi64(p, first_lanes(count), _mm512_maskz_compress_epi64(low, x.low));
   _mm512_mask_storeu_epi64(p + count, first_lanes(std::popcount(high)), _mm512_maskz_compress_epi64(high, x.high));
@@ -170,7 +171,8 @@ inline bool all_finite(f32x16 x) {
 
 // The lane sums of 16 vectors, with the same bits as sum_of_lanes and a fifth of the instructions.
 inline f32x16 sums_of_lanes(const f32x16* x) {
-  __m512 quarters[4], pairs[2];
+  __m512 quarters[4];
+  __m512 pairs[2];
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
     const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(x[j], x[4 + j], 0x44),
@@ -181,7 +183,8 @@ inline f32x16 sums_of_lanes(const f32x16* x) {
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
-    const __m512d a = _mm512_castps_pd(quarters[2 * i]), b = _mm512_castps_pd(quarters[2 * i + 1]);
+    const __m512d a = _mm512_castps_pd(quarters[2 * i]);
+    const __m512d b = _mm512_castps_pd(quarters[2 * i + 1]);
     pairs[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   return _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
@@ -191,7 +194,8 @@ inline f32x16 sums_of_lanes(const f32x16* x) {
 
 // Puts 32 elements, of which x has the even and y the odd ones, back in order.
 inline void join_pairs(f32x16& x, f32x16& y) {
-  const i32x16 low = (lane_indices() >> 1) | ((lane_indices() & 1) << 4), high = low + 8;
+  const i32x16 low = (lane_indices() >> 1) | ((lane_indices() & 1) << 4);
+  const i32x16 high = low + 8;
   const __m512 first = _mm512_permutex2var_ps(x, (__m512i)low, y);
   y = _mm512_permutex2var_ps(x, (__m512i)high, y);
   x = first;
@@ -199,7 +203,8 @@ inline void join_pairs(f32x16& x, f32x16& y) {
 
 // Transposes 16 vectors of 16 words.
 inline void transpose(i32x16 (&words)[16]) {
-  __m512i t[16], (&r)[16] = (__m512i(&)[16])words;
+  __m512i t[16];
+  __m512i (&r)[16] = (__m512i(&)[16])words;
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
@@ -231,7 +236,8 @@ inline void transpose(i32x16 (&words)[16]) {
 // The 16-bit elements from..from+16 of x and of y in turns.
 template <int from>
 inline i32x16 interleave_halves(i32x16 x, i32x16 y) {
-  const i32x16 one = lane_indices() + from, indices = one | ((one + 32) << 16);
+  const i32x16 one = lane_indices() + from;
+  const i32x16 indices = one | ((one + 32) << 16);
   return (i32x16)_mm512_permutex2var_epi16((__m512i)x, (__m512i)indices, (__m512i)y);
 }
 

@@ -362,10 +362,11 @@ define(
 #     weight (N,C); or "tiles", for one that is packed for AMX. With `exact`, activations are not
 #     quantized to 8 bits.
 #   stack_layers makes one layer of several, whose outputs follow each other.
-#   prepare_experts makes the experts of a sparse layer of their layers, and sparse_mlp runs them.
-#   prepare_block makes a block of four layers, or of two and experts, and `blocks` runs several blocks.
-#   write_draft_keys writes the keys and values of the layer that drafts tokens (mixers/mtp.py).
-#   medusa draws the greedy tokens of Medusa heads.
+#   prepare_experts makes the experts of a sparse layer from their layers, and sparse_mlp runs them.
+#   prepare_block makes a block, whose token mixer is attention, a gated delta net (m > 0) or else a short
+#     convolution (conv_weight); `blocks` runs several blocks.
+#   write_draft_keys writes the keys and values of the MTP layer (mixers/mtp.py).
+#   medusa draws the likeliest tokens of Medusa heads.
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
 define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
 define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int C, int groupsize, bool exact) -> int")
@@ -376,28 +377,42 @@ define(
     "embed_packed(Tensor tokens, int layer, int C) -> Tensor",
     lambda t, _, C: t.new_empty((*t.shape, C), dtype=torch.float32),
 )
-define("prepare_experts(int[] layers, int[] sizes, bool normalized, ScalarType dtype) -> int")
+define(
+    "prepare_experts(int router, int gate_up, int down, int? shared_gate_up, int? shared_down, int X, int k, "
+    "bool normalized, ScalarType dtype) -> int"
+)
 define("release_experts(int[] handles) -> ()")
 define("sparse_mlp(Tensor x, Tensor input_pos, Tensor(a!) counts, int experts) -> Tensor", empty_like_first)
 define(
-    "prepare_block(Tensor?[] norms, int[] layers, int[] sizes, ScalarType dtype, int? window, float scale, float eps, "
-    "float residual_scale, str activation, bool qk_norm_whole, bool post_norm_residual, int rope_table, "
-    "int? experts) -> int"
+    "prepare_block(*, ScalarType dtype, float eps, float residual_scale, bool post_norm_residual, str activation, "
+    "Tensor? attention_norm, Tensor? attention_norm_bias, Tensor? attention_post_norm, "
+    "Tensor? mlp_norm, Tensor? mlp_norm_bias, Tensor? mlp_post_norm, "
+    "int qkv, int? out=None, int? up=None, int? down=None, int? experts=None, "
+    "int H=0, int K=0, int E=0, int gates=0, float scale=1.0, int? window=None, int rope_table=0, "
+    "bool qk_norm_whole=False, Tensor? q_norm=None, Tensor? k_norm=None, "
+    "Tensor? conv_weight=None, Tensor? conv_bias=None, "
+    "int n=0, int m=0, int dk=0, int dv=0, Tensor? decay_weight=None, Tensor? decay_bias=None, "
+    "Tensor? delta_norm=None) -> int"
 )
 define("release_blocks(int[] handles) -> ()")
 define("allow_amx(bool allowed) -> bool")
 define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
-    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] states, "
-    "Tensor(d!)[] expert_counts, int[] handles) -> Tensor",
+    "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] bases, Tensor(d!)[] tails, "
+    "Tensor(e!)[] matrices, Tensor(f!)[] keys, Tensor(g!)[] deltas, Tensor(h!)[] decays, "
+    "Tensor(i!)[] expert_counts, int[] handles) -> Tensor",
     empty_like_first,
 )
 define(
     "write_draft_keys(Tensor embedded, Tensor hidden, Tensor input_pos, Tensor? rows, Tensor cos, Tensor sin, "
-    "Tensor(a!) tail, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor[] norms, int proj, int block) -> ()",
+    "Tensor(a!) tail, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor embedding_norm, Tensor hidden_norm, int proj, "
+    "int block) -> ()",
     lambda *_: None,
 )
-define("medusa(Tensor states, Tensor tokens, Tensor ids, int[] layers, int k) -> Tensor")
+define(
+    "medusa(Tensor states, Tensor tokens, Tensor ids, int embedding, int gate_up, int down, int output, "
+    "int k) -> Tensor"
+)
 
 # GPU:
 #   fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it.

@@ -450,8 +450,18 @@ class Attention(TokenMixer):
         return [self.qkv, self.out]
 
     def block_arguments(self) -> dict:
-        norms = [self.q_norm, self.k_norm]
-        return {"head_norms": norms, "gate_heads": self.gate_heads, "window": self.window, "scale": self.scale}
+        H, K, E = self.config.heads
+        return {
+            "H": H,
+            "K": K,
+            "E": E,
+            "gates": self.gate_heads,
+            "scale": self.scale,
+            "window": self.window,
+            "qk_norm_whole": self.config.qk_norm_whole,
+            "q_norm": getattr(self.q_norm, "weight", None),
+            "k_norm": getattr(self.k_norm, "weight", None),
+        }
 
     def flops(self, context: int) -> int:
         H, _, E = self.config.heads

@@ -6,8 +6,9 @@
 // therefore depend neither on the other queries nor on whether one thread computes all chunks (prefill) or several
 // threads share them (decode).
 //
-// Scores are computed for 16 slots at a time, one in each lane: their keys are transposed, so that a register holds the
-// same 32-bit word of 16 keys. A word is one element in float32, or two in bfloat16. (float16 is converted to float32.)
+// Scores are computed for 16 slots at a time, one slot in each lane. For this, the keys are transposed, so that a
+// register holds the same 32-bit word of 16 keys. A word is one element in float32, or two elements in bfloat16.
+// (float16 is converted to float32.)
 
 #pragma once
 
@@ -21,30 +22,31 @@ namespace fastpath {
 constexpr int CHUNK = 64;       // slots
 constexpr int QUERY_TILE = 32;  // queries that share the transposed keys
 
-// How the products of queries with keys, and of weights with values, are computed. If AMX is allowed,
-// bfloat16 uses AMX for many queries, and FLOAT for few, because AMX needs half a microsecond to wake
-// up. Both give the same bits: FLOAT adds up 32 products at a time, those with even and those with
-// odd index apart, as AMX does.
+// How the products of queries with keys, and of weights with values, are computed. If AMX is allowed, bfloat16 uses AMX
+// for many queries, and FLOAT for few, because AMX needs half a microsecond to wake up. Both give the same bits: as AMX
+// does, FLOAT adds up 32 products at a time, with separate sums for even and odd indices.
 enum Products {
   FLOAT,  // float32, after a conversion
-  PAIRS,  // two bfloat16 elements at a time, where the processor can
+  PAIRS,  // two bfloat16 elements at a time (vdpbf16ps)
   AMX,
 };
 constexpr int MIN_AMX_QUERIES = 8;
-// How many queries, and how many vectors of values, are processed at a time: the registers hold no
-// more.
-constexpr int QUERIES_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2, VECTORS_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2;
+// At a time, this many queries and this many vectors of values are processed. More sums do not fit in the registers.
+constexpr int QUERIES_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2;
+constexpr int VECTORS_AT_ONCE = VECTOR_BITS == 512 ? 4 : 2;
 
 constexpr int elements_per_word(Products products) { return products == FLOAT ? 1 : 2; }
 
+// One call of attention: its arguments, as in kernels.attention.
 template <class T>
 struct Attention {
-  static constexpr Products KEY_WORDS = std::is_same_v<T, bf16> ? PAIRS : FLOAT;  // what transposed keys consist of
+  static constexpr Products KEY_WORDS = std::is_same_v<T, bf16> ? PAIRS : FLOAT;  // transposed keys consist of these
 
   int64_t B, S, H, K, E, slots;
   const T* q;                // (B,S,H,E)
   int64_t q_stride;          // elements between two tokens of q
-  const T *k, *v;            // (R,K,slots,E)
+  const T* k;                // (R,K,slots,E)
+  const T* v;                // (R,K,slots,E)
   const int64_t* positions;  // (B,S)
   const int64_t* rows;       // (B,), or null for rows 0..B-1
   const float* slopes;       // (H,), or null
@@ -54,7 +56,7 @@ struct Attention {
 
   int64_t group() const { return H / K; }  // query heads that share a key head
   int64_t width() const { return (E + LANES - 1) / LANES * LANES; }  // elements of acc, padded to whole registers
-  int64_t words(Products products) const {  // of a query, padded as well
+  int64_t words(Products products) const {  // of a query, padded to whole registers, too
     return (width() / elements_per_word(products) + LANES - 1) / LANES * LANES;
   }
   int64_t key_words() const { return words(KEY_WORDS); }
@@ -63,8 +65,8 @@ struct Attention {
     return cache + ((rows ? rows[b] : b) * K + k) * slots * E;
   }
 
-  // The first and the last slot that at least one of the tokens begin..end of row b sees. The last one
-  // is -1 if all tokens are padding.
+  // The first and the last slot that any of the tokens begin..end of row b sees. The last one is -1 if all these tokens
+  // are padding.
   std::pair<int64_t, int64_t> visible_slots(int64_t b, int64_t begin, int64_t end) const {
     int64_t least = slots;
     int64_t most = -1;
@@ -81,26 +83,33 @@ struct Attention {
 
 // One thread's temporary arrays.
 struct Workspace {
-  uint32_t *queries, *keys;    // (QUERY_TILE,words), (words,16)
-  int32_t* positions;          // (QUERY_TILE,), of the queries
-  float* slopes;               // (QUERY_TILE,), of the queries; 0 without ALiBi
-  uint32_t* values;            // (CHUNK/2,2*words) pairs of values, for AMX
-  float* weights;              // (QUERY_TILE,CHUNK) products, then e^(score - m)
-  float *state, *chunk_state;  // (QUERY_TILE,stride) each
+  uint32_t* queries;   // (QUERY_TILE,words)
+  uint32_t* keys;      // (words,16)
+  int32_t* positions;  // (QUERY_TILE,), of the queries
+  float* slopes;       // (QUERY_TILE,), of the queries; 0 without ALiBi
+  uint32_t* values;    // (CHUNK/2,2*words), pairs of values, for AMX
+  float* weights;      // (QUERY_TILE,CHUNK), products of queries and keys, then e^(score - m)
+  float* state;        // (QUERY_TILE,stride), of the chunks so far
+  float* chunk_state;  // (QUERY_TILE,stride), of one chunk
 
   template <class T>
   static std::vector<Workspace> allocate(Arena& arena, const Attention<T>& a) {
     std::vector<Workspace> all(omp_get_max_threads());
-    for (auto& w : all)
-      w = {arena.allocate<uint32_t>(QUERY_TILE * a.words(FLOAT)), arena.allocate<uint32_t>(a.key_words() * LANES),
-           arena.allocate<int32_t>(QUERY_TILE), arena.allocate<float>(QUERY_TILE),
-           arena.allocate<uint32_t>(CHUNK * a.words(AMX)), arena.allocate<float>(QUERY_TILE * CHUNK),
-           arena.allocate<float>(QUERY_TILE * a.stride()), arena.allocate<float>(QUERY_TILE * a.stride())};
+    for (auto& w : all) {
+      w.queries = arena.allocate<uint32_t>(QUERY_TILE * a.words(FLOAT));
+      w.keys = arena.allocate<uint32_t>(a.key_words() * LANES);
+      w.positions = arena.allocate<int32_t>(QUERY_TILE);
+      w.slopes = arena.allocate<float>(QUERY_TILE);
+      w.values = arena.allocate<uint32_t>(CHUNK * a.words(AMX));
+      w.weights = arena.allocate<float>(QUERY_TILE * CHUNK);
+      w.state = arena.allocate<float>(QUERY_TILE * a.stride());
+      w.chunk_state = arena.allocate<float>(QUERY_TILE * a.stride());
+    }
     return all;
   }
 };
 
-// In its scope, denormal numbers count as zero, as operands and as results.
+// While it is in scope, denormal numbers count as zero, as operands and as results.
 struct FlushDenormals {
   const unsigned before = _mm_getcsr();
   explicit FlushDenormals(bool enabled) {
@@ -109,7 +118,7 @@ struct FlushDenormals {
   ~FlushDenormals() { _mm_setcsr(before); }
 };
 
-// Loads 16 words of a query, key or value, from word number `word` on. Elements from E on are zero.
+// Loads 16 words of a query, key or value, from word number `word` on. Elements beyond E are zero.
 template <Products P, class T>
 i32x16 load_words(const T* row, int64_t word, int64_t E) {
   if constexpr (P == FLOAT)
@@ -119,7 +128,8 @@ i32x16 load_words(const T* row, int64_t word, int64_t E) {
 }
 
 // Copies queries begin..begin+count to the workspace, with their positions and slopes. The queries of row b and key
-// head k are numbered by token, then by head of the group: query i is head k * group + i % group of token i / group.
+// head k are numbered by token, then by the heads that share the key head: query i is head k * group + i % group of
+// token i / group.
 template <Products P, class T>
 void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
   for (int64_t i = 0; i < count; i++) {
@@ -132,18 +142,19 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   }
 }
 
-// Prefetches memory in ascending order, a few lines at a time between computations. A processor waits for some twenty
-// lines at once, and more prefetches in a row stop it. Prefetching each part of the rows' columns by itself was slower.
+// Prefetches memory in ascending order, a few lines at a time between computations. A processor can wait for some
+// twenty lines at once, and stalls at more prefetches in a row. (Any other order than ascending was slower.)
 struct ReadAhead {
-  const char *next = nullptr, *end = nullptr;
+  const char* next = nullptr;
+  const char* end = nullptr;
 
   [[gnu::always_inline]] void lines(int count) {
     for (; count > 0 && next < end; count--, next += 64) _mm_prefetch(next, _MM_HINT_T0);
   }
 };
 
-// w.keys = the keys of 16 slots from `slot` on, transposed. Beyond the end of the cache the last slot is repeated; the
-// causal mask hides it.
+// w.keys = the keys of 16 slots from `slot` on, transposed. Beyond the end of the cache, the last slot is repeated; the
+// causal mask hides the repetitions.
 template <Products P, class T>
 void transpose_keys(const Attention<T>& a, const T* keys, int64_t slot, const Workspace& w, ReadAhead& ahead) {
   const T* rows[LANES];
@@ -187,9 +198,9 @@ void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc
       const uint32_t* keys = w.keys + j * LANES;
       f32x16 key;
       f32x16 next;
-      if constexpr (P == FLOAT && Attention<T>::KEY_WORDS == PAIRS)
+      if constexpr (P == FLOAT && Attention<T>::KEY_WORDS == PAIRS) {
         split_pairs(as_ints(load_line(w.keys + j / 2 * LANES)), key, next);
-      else {
+      } else {
         key = as_floats(as_ints(load_line(keys)));
         next = as_floats(as_ints(load_line(keys + LANES)));
       }
@@ -207,20 +218,23 @@ void dot_keys(const Attention<T>& a, const Workspace& w, int64_t i, f32x16 (&acc
 // (chunk_products), softmax (chunk_softmax), weighted sum of the values (add_values).
 template <class T>
 struct ChunkTile {
-  const T *keys, *values;      // from slot 0 on
-  int64_t count;               // queries
-  int64_t base;                // the first slot of the chunk
-  int64_t from, to;            // some of the queries see slots from..to
-  bool is_first;               // it is the first visible chunk, so no chunk before it has prefetched it
-  ReadAhead next_keys, next_values;  // of the next chunk, if there is one
+  const T* keys;          // of the row's key head, from slot 0 on
+  const T* values;        // the same
+  int64_t count;          // queries
+  int64_t base;           // the first slot of the chunk
+  int64_t from;           // the first slot of the chunk that any of the queries sees
+  int64_t to;             // the slot after the last one
+  bool is_first;          // this is the first visible chunk, so no chunk before it has prefetched it
+  ReadAhead next_keys;    // of the next chunk, if there is one
+  ReadAhead next_values;  // the same
 
   int64_t low() const { return from / LANES * LANES; }  // scores are computed from this slot on
 };
 
 #ifdef HAS_BF16_PRODUCTS
-// Loads 16 words of the values of two slots, `slot` and slot + 1, from word number `word` on, and pairs
-// their elements: `first` gets the first 16 pairs, and `second` the second 16. A slot that no query
-// sees may hold NaN, so its elements are replaced by zeros.
+// Loads 16 words of the values of two slots, `slot` and slot + 1, from word number `word` on, and pairs their elements:
+// `first` gets the first 16 pairs, and `second` the second 16. A slot that no query sees may hold NaN, so its elements
+// are replaced by zeros.
 inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c, int64_t slot, int64_t word,
                              i32x16& first, i32x16& second) {
   auto words_of = [&](int64_t slot) {
@@ -234,12 +248,11 @@ inline void load_value_pairs(const Attention<bf16>& a, const ChunkTile<bf16>& c,
 }
 #endif
 
-// Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and VT registers from
-// element e on.
+// Step 3 of a chunk, with FLOAT: acc = the weighted sum of the values, for queries i..i+MT and elements e..e+16*VT.
 template <class T, int MT, int VT>
 [[gnu::noinline]] void add_values(const Attention<T>& a, const Workspace& w, ChunkTile<T>& c, int64_t i, int64_t e,
                                   float* states) {
-  constexpr bool BY_PAIRS = std::is_same_v<T, bf16> && VT % 2 == 0;  // two registers have 32 elements in turns
+  constexpr bool BY_PAIRS = std::is_same_v<T, bf16> && VT % 2 == 0;  // even elements in a register, odd in the next
   f32x16 acc[MT][VT];
   f32x16 even_sum[MT][VT];
   for (auto& row : acc) std::fill(row, row + VT, floats(0.0f));
@@ -309,8 +322,8 @@ template <int MT, int VT>
 #endif
 
 #ifdef HAS_AMX
-// out (count,16) = a (count,32*steps) times b, which has a tile of 16 pairs of bfloat16 for each step.
-// Strides are in bytes. The tile of the last rows may overlap the one before it.
+// out (count,16) = a (count,32*steps) times b, which has a tile of 16 rows of 16 pairs of bfloat16 for each step.
+// Strides are in bytes. The last tile of rows may overlap the tile before it.
 void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t steps, float* out,
                     int64_t out_stride, int64_t count) {
   asm volatile("" ::: "memory");  // compilers do not know that tiles are loaded from memory
@@ -350,7 +363,7 @@ void add_values_amx(const Attention<bf16>& a, const Workspace& w, ChunkTile<bf16
 }
 #endif
 
-// Divides 0..count into steps of MOST and a shorter last one: calls work(Int<n>(), i) for each step i..i+n.
+// Divides 0..count into steps of MOST, of which the last may be shorter, and calls work(Int<n>(), i) for step i..i+n.
 template <int MOST, class Work>
 void in_steps(int64_t count, const Work& work) {
   for (int64_t i = 0; i < count; i += MOST) with_size<MOST>(count - i, [&](auto n) { work(n, i); });
@@ -381,8 +394,8 @@ template <Products P, class T>
   }
 }
 
-// Step 2: w.weights = e^(score - m), rounded to bfloat16 if T is bfloat16. m and l of each query go to
-// states. The scores are q k scale - slope * distance, and -infinity where a query must not look.
+// Step 2: w.weights = e^(score - m), rounded to bfloat16 if T is bfloat16. m and l of each query go to states. The
+// scores are q k scale - slope * distance, and -infinity for slots that a query does not see.
 template <Products P, class T>
 [[gnu::always_inline]] inline void chunk_softmax(const Attention<T>& a, const Workspace& w, const ChunkTile<T>& c,
                                                  float* states) {
@@ -428,15 +441,15 @@ inline void clear_state(float* state, int64_t width) {
   state[width] = -INF;
 }
 
-// Computes the softmax state (acc, m, l) of a tile of queries over one chunk, and stores it in states
-// (count,stride). The queries must be in the workspace already. (Inlining the right ones of the three
-// steps saves 3 % of attention's time.)
+// Computes the softmax state (acc, m, l) of a tile of queries over one chunk, and stores it in states (count,stride).
+// The queries must be in the workspace already. (It saves 3 % of attention's time that steps 1 and 2 are inlined and
+// step 3 is not.)
 template <Products P, class T>
 void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, int64_t chunk,
                   const Workspace& w, float* states) {
   const auto [first, last] = a.visible_slots(b, begin / a.group(), (begin + count - 1) / a.group() + 1);
   const int64_t base = chunk * CHUNK;
-  ChunkTile<T> c{a.cache_row(a.k, b, k), a.cache_row(a.v, b, k), count, base};
+  ChunkTile<T> c{.keys = a.cache_row(a.k, b, k), .values = a.cache_row(a.v, b, k), .count = count, .base = base};
   c.from = std::max(base, first);
   c.to = std::min(base + CHUNK, last + 1);
   c.is_first = base <= first;
@@ -446,7 +459,7 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
     c.next_keys = {(const char*)(c.keys + next * a.E), (const char*)(c.keys + next_end * a.E)};
     c.next_values = {(const char*)(c.values + next * a.E), (const char*)(c.values + next_end * a.E)};
   }
-  if (c.from >= c.to) {  // none of these queries sees the chunk; other queries of their row do
+  if (c.from >= c.to) {  // only other queries of the row see the chunk
     for (int64_t i = 0; i < count; i++) clear_state(states + i * a.stride(), a.width());
     return;
   }
@@ -484,6 +497,7 @@ void choose_products(int64_t queries, const Work& work) {
   work(Int<FLOAT>());
 }
 
+// Merges the state `other` into `state`.
 inline void merge_state(float* state, const float* other, int64_t width) {
   const float m = std::max(other[width], state[width]);  // in this order, NaN of `other` is not lost
   if (m == -INF) return;
@@ -495,14 +509,14 @@ inline void merge_state(float* state, const float* other, int64_t width) {
   state[width + 1] = state[width + 1] * a + other[width + 1] * c;
 }
 
-// The output of query number `query` of row b and key head k. Returns whether it is finite.
+// Writes the output of query number `query` of row b and key head k. Returns whether it is finite.
 template <class T>
 bool write_output(const Attention<T>& a, int64_t b, int64_t k, int64_t query, const float* state) {
   const int64_t s = query / a.group();
   const int64_t h = k * a.group() + query % a.group();
   T* out = a.out + ((b * a.S + s) * a.H + h) * a.E;
   const float l = state[a.width() + 1];
-  const f32x16 inverse = floats(l == 0 ? 0.0f : 1 / l);  // padding sees no slot and gives zeros
+  const f32x16 inverse = floats(l == 0 ? 0.0f : 1 / l);  // padding sees no slot: its output is zero
   bool is_finite = true;
   for (int64_t e = 0; e < a.E; e += LANES) {
     const f32x16 y = load(state + e) * inverse;
@@ -512,7 +526,7 @@ bool write_output(const Attention<T>& a, int64_t b, int64_t k, int64_t query, co
   return is_finite;
 }
 
-// w.state = the states of a tile of queries, after all chunks that at least one of them sees.
+// w.state = the states of a tile of queries, after all chunks that any of them sees.
 template <class T>
 void attend_tile(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int64_t count, const Workspace& w) {
   const int64_t stride = a.stride();
@@ -528,8 +542,9 @@ void attend_tile(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, int
   });
 }
 
-// Computes a query again whose output is not finite. In a tile, NaN in a slot reaches all queries, because 0 times NaN
-// is NaN: also those of earlier tokens, which do not see the slot. A query by itself reads only what it sees.
+// Computes a query again, alone, if its output in a tile was not finite. In a tile, NaN in a slot reaches all queries,
+// because 0 times NaN is NaN, even the queries of earlier tokens, which do not see the slot. A query alone reads only
+// slots that it sees.
 template <class T>
 void attend_alone(const Attention<T>& a, int64_t b, int64_t k, int64_t query, const Workspace& w) {
   if (a.S == 1) return;  // no other token was in the tile
@@ -550,7 +565,7 @@ void attention_by_queries(const Team& team, const Attention<T>& a, const Workspa
     const int64_t begin = item % tiles * QUERY_TILE;
     const int64_t count = std::min<int64_t>(QUERY_TILE, queries - begin);
     attend_tile(a, b, k, begin, count, w);
-    std::vector<int64_t> bad;  // it takes no memory while it is empty
+    std::vector<int64_t> bad;  // allocates nothing while it is empty
     for (int64_t query = begin; query < begin + count; query++)
       if (!write_output(a, b, k, query, w.state + (query - begin) * a.stride())) bad.push_back(query);
     for (int64_t query : bad) attend_alone(a, b, k, query, w);
@@ -561,7 +576,8 @@ void attention_by_queries(const Team& team, const Attention<T>& a, const Workspa
 // merge the states of the chunks (merge_split). An item is one chunk of one key head of one row.
 struct SplitPlan {
   bool enabled;  // otherwise attention_by_queries is used, and there are no items
-  std::vector<int64_t> first_chunk, first_item;  // of each row
+  std::vector<int64_t> first_chunk;  // the first visible chunk of each row
+  std::vector<int64_t> first_item;   // the first item of each row, and the number of items
 
   template <class T>
   explicit SplitPlan(const Attention<T>& a) : first_item{0} {
@@ -582,6 +598,7 @@ struct SplitPlan {
   }
 };
 
+// Computes this thread's items: states (items,S*group,stride).
 template <class T>
 void attend_split(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w, float* states) {
   const int64_t queries = a.S * a.group();
@@ -604,6 +621,7 @@ void attend_split(const Team& team, const Attention<T>& a, const SplitPlan& plan
   });
 }
 
+// Merges the states of all chunks, and writes the outputs.
 template <class T>
 void merge_split(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w,
                  const float* states) {
@@ -625,6 +643,7 @@ void merge_split(const Team& team, const Attention<T>& a, const SplitPlan& plan,
   });
 }
 
+// This thread's share of attention. `states` is the memory of plan.allocate.
 template <class T>
 void run_attention(const Team& team, const Attention<T>& a, const SplitPlan& plan, const Workspace& w, float* states) {
   const FlushDenormals flush(std::is_same_v<T, bf16>);  // as AMX does

@@ -1,4 +1,4 @@
-// The barrier at which the threads of a parallel region wait for each other. Knows nothing of torch.
+// The barrier at which the threads of a parallel region wait for each other. It knows nothing of torch.
 
 #pragma once
 
@@ -13,20 +13,20 @@
 
 namespace fastpath {
 
-constexpr int SPINS = 2000;  // iterations of about 25 ns that a thread waits awake for the others
+constexpr int SPINS = 2000;  // how often a thread looks, every 25 ns or so, before it sleeps
 constexpr timespec SLEEP_LIMIT{.tv_sec = 0, .tv_nsec = 5'000'000};  // then a sleeping thread looks again
 
 // A waiting thread spins for some 50 us, which is nearly always enough, and then sleeps: if another program occupies a
 // processor, the thread that is late may need this one.
 //
-// No thread sleeps forever, even if a wake-up is lost, whatever the cause: it looks again after SLEEP_LIMIT. (Once in
-// many hundred runs, all threads slept for ever. That was with std::atomic::wait, which has no time limit, and a phase
-// stored with memory_order_release: the processor may then read the number of sleepers before others see the new phase,
-// so that a thread that falls asleep just then is not woken. Whether it was this is not known.)
+// Even if a wake-up is lost, no thread sleeps forever: it looks again after SLEEP_LIMIT. (An earlier barrier used
+// std::atomic::wait, which has no time limit, and once in many hundred runs all threads slept forever. It stored the
+// phase with memory_order_release. The processor may then read the number of sleepers before others see the new phase,
+// and does not wake a thread that falls asleep just then. Whether this was the cause is not known.)
 class Barrier {
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> phase{0};
-  std::atomic<int> sleepers{0};  // threads that must be woken when the phase changes
+  alignas(64) std::atomic<int> arrived{0};  // threads that have arrived in this phase
+  alignas(64) std::atomic<int> phase{0};    // the last thread to arrive begins the next phase
+  std::atomic<int> sleepers{0};             // threads that must be woken when the phase changes
 
  public:
   void wait(int threads) {
@@ -35,14 +35,16 @@ class Barrier {
       arrived.store(0, std::memory_order_relaxed);
       return begin_phase(now + 1);
     }
-    for (int i = 0; i < SPINS; i++, _mm_pause())
+    for (int i = 0; i < SPINS; i++) {
       if (phase.load(std::memory_order_acquire) != now) return;
+      _mm_pause();
+    }
     sleep_through(now);
   }
 
  private:
-  // All accesses to `phase` and `sleepers` here are in one order that all threads agree on (memory_order_seq_cst).
-  // Either the thread that changes the phase sees the sleeper, or the kernel sees the new phase and lets nobody sleep.
+  // All threads see the accesses to `phase` and `sleepers` here in the same order (memory_order_seq_cst). So either the
+  // thread that changes the phase sees the sleeper, or Linux sees the new phase and does not let the thread sleep.
   void begin_phase(int next) {
     phase.store(next);
     if (sleepers.load() > 0) wake_sleepers();

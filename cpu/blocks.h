@@ -14,7 +14,7 @@
 
 namespace fastpath {
 
-// ---------------------------------------------------------------- norms: one thread a row, sums in float32
+// ---------------------------------------------------------------- norms: one thread per row, sums in float32
 
 // W is the type of the weights: T or float.
 template <class T, class W>
@@ -45,7 +45,7 @@ void layer_norm_row(const T* x, const W* w, const W* bias, T* out, int64_t D, fl
   }
 }
 
-// out = x + scale y, where each step is rounded to T. out is not x.
+// out = x + scale y, where each step is rounded to T. `out` must not be x.
 template <class T>
 void add_scaled_row(const T* x, const T* y, float scale, T* out, int64_t D) {
   for (int64_t i = 0; i < D; i += LANES) {
@@ -56,76 +56,121 @@ void add_scaled_row(const T* x, const T* y, float scale, T* out, int64_t D) {
 
 // ---------------------------------------------------------------- blocks
 
-constexpr int64_t MAX_CONV_WIDTH = 16;
-constexpr float L2_EPS = 1e-6f;  // that of mixers/recurrent.py
+constexpr int64_t MAX_CONV_WIDTH = 16;  // the same as in install.py
+constexpr float L2_EPS = 1e-6f;         // the same as in mixers/recurrent.py
 
 inline f32x16 sigmoid(f32x16 x) { return floats(1.0f) / (floats(1.0f) + fast_exp(floats(0.0f) - x)); }
 
-// A causal convolution over the latest tokens, for each channel by itself.
+// A causal convolution over the latest tokens, separately in each channel.
 struct Convolution {
-  int64_t channels = 0, width = 0;
-  const float *weight, *bias;  // (width,channels), (channels,) or null
+  int64_t channels = 0;
+  int64_t width = 0;
+  const float* weight;  // (width,channels)
+  const float* bias;    // (channels,) or null
+
+  // The inputs that are kept of each row: those that a token needs, and 16 more, so that the row can go back.
   int64_t tail_size() const { return DELTA_WINDOW + width - 1; }
 };
 
-// The sizes and the vectors of a gated delta net: m value heads of width dv, n key heads of width dk.
+// The sizes and the vectors of a gated delta net.
 struct DeltaNet {
-  int64_t n = 0, m = 0, dk = 0, dv = 0;
-  const float *decay_weight, *decay_bias, *norm;  // (m,), (m,), (dv,)
+  int64_t n = 0, m = 0, dk = 0, dv = 0;  // key heads, value heads, and their widths
+  const float* decay_weight;             // (m,)
+  const float* decay_bias;               // (m,)
+  const float* norm;                     // (dv,)
+};
+
+// The norm before attention or MLP.
+struct Norm {
+  const float* weight;  // (D,), or null if there is no norm
+  const float* bias;    // (D,) of a LayerNorm; null for RMSNorm
 };
 
 // The part of a block that is the same in all calls. prepare_block checks it once.
 struct PreparedBlock {
-  std::vector<MaybeTensor> norms;  // own the memory that the pointers below refer to, as `layers` do
-  std::vector<std::shared_ptr<const PreparedLayer>> layers;
+  std::vector<Tensor> tensors;  // own the memory that the pointers below refer to
+  std::vector<std::shared_ptr<const PreparedLayer>> layers;  // own the memory of the layers below
   at::ScalarType dtype;
-  int64_t H, K, E, D, F, window;
+  int64_t D, F;
+  float eps;
+  float residual_scale;     // of the outputs of token mixer and MLP, before they are added to x
+  bool post_norm_residual;  // these outputs are added to the normed inputs, not to x
+  Activation activation;
+
+  // The token mixer: attention; or a gated delta net, if net.m is not 0; or else a short convolution, if conv.channels
+  // is not 0. Null where the model has no such norm.
+  Layer qkv;  // the input projection of the token mixer; of attention: q, their gates, k, v
+  Layer out;
+  Norm attention_norm;
+  const float* attention_post_norm;  // (D,)
+  Convolution conv;                  // of a gated delta net, or a short convolution
+  DeltaNet net;
+
+  // Attention:
+  int64_t H, K, E;
   int64_t gates;  // query heads that have a gate for their outputs: H or 0
-  Convolution conv;  // conv.channels is 0 if the block has attention
-  DeltaNet net;      // net.m is 0 if the block has no gated delta net: then a convolution means a short convolution
-  // qkv: with the gates behind the queries; or the inputs of the gated delta net or the short convolution
-  Layer qkv, out, up, down;
-  // Null where the model has none.
-  const float *attention_norm[2], *mlp_norm[2];  // weight and bias; RMSNorm has no bias
-  const float *q_norm, *k_norm, *attention_post_norm, *mlp_post_norm;
-  // scale: of attention's scores. residual_scale: what the outputs of attention and MLP are multiplied
-  // by before they are added to x.
-  float scale, eps, residual_scale;
-  bool gated, gelu, qk_norm_whole, post_norm_residual;
-  std::shared_ptr<const PreparedExperts> experts;  // in the place of `up` and `down`, or null
-  bool only_keys = false;  // only the keys and values are computed: the block has no layer but qkv, and no result
-  int64_t rope_table;  // which of the tables of cos and sin it uses
+  int64_t window;
+  float scale;  // of the products of queries and keys
+  bool qk_norm_whole;
+  const float* q_norm;  // (E,), or (H*E,) if qk_norm_whole
+  const float* k_norm;  // (E,), or (K*E,)
+  int64_t rope_table;   // which of the tables of cos and sin it uses
+  bool only_keys;       // computes only keys and values, and no result: the block has no layer except qkv
+
+  // The MLP, or a sparse MLP, if `experts` is not null.
+  Layer up;  // or gate and up
+  Layer down;
+  Norm mlp_norm;
+  const float* mlp_post_norm;  // (D,)
+  std::shared_ptr<const PreparedExperts> experts;
 };
 
 // One call of a block.
 template <class T>
 struct Block {
   const PreparedBlock& prepared;
-  const SplitPlan* plan;  // of attention
-  Attention<T> attention;  // allocate() fills in q and out
   int64_t M;  // B * S tokens
-  const float *cos, *sin;  // (M,E), or null
-  const float* query_scales;  // for each slot, the factor of a query at this position; or null
-  T *k, *v;  // the caches of `attention`, for writing
-  Delta delta;    // allocate() fills in its inputs and outputs
-  int64_t* base;  // (R,) of the gated delta net or the short convolution
-  T* tail;        // (R,tail_size+1,channels), of the same
-  const std::vector<DeltaRun>* runs;
-  Experts<T> experts;  // allocate() fills in its inputs and temporary arrays
   const T* x;  // (M,D)
-  T* result;  // (M,D), may be x
+  T* result;   // (M,D), may be x
+
+  // Of attention:
+  Attention<T> attention;     // allocate() sets q and out. Other token mixers use its B, S, positions and rows
+  const SplitPlan* plan;
+  const float* cos;           // (M,E), or null
+  const float* sin;           // (M,E), or null
+  const float* query_scales;  // (slots,), the factor of a query at each position; or null
+  T* k;                       // the caches of `attention`, for writing
+  T* v;
+
+  // Of a gated delta net or a short convolution:
+  Delta delta;    // allocate() sets its inputs and outputs
+  int64_t* base;  // (R,)
+  T* tail;        // (R,tail_size+1,channels)
+  const std::vector<DeltaRun>* runs;
+
+  Experts<T> experts;  // allocate() sets its inputs and temporary arrays
 
   // Temporary arrays, from allocate():
-  T *normed, *qkv, *attended;           // (M,D), (M,(H+2K)*E), (M,H*E)
-  T *residual, *mlp_normed, *up, *act;  // (M,D), (M,D), (M,F or 2F), (M,F)
-  T* product;                           // (M,D), what attention or MLP adds to x
-  Input to_qkv, to_out, to_up, to_down;
-  std::vector<Workspace> workspaces;
-  float* states;  // of attention's chunks: see SplitPlan
-  T* conv_inputs;  // of the convolution, for each token; those of two tokens are conv_stride apart
-  int64_t conv_stride;
-  float *mixed, *decay, *beta;  // (M,channels), (M,m), (M,m): of the gated delta net
-  std::vector<float*> scratch;  // of each thread
+  T* normed;      // (M,D)
+  T* qkv;         // (M,(H+2K)*E), or what the layer qkv gives
+  T* attended;    // (M,H*E), the output of the token mixer before the layer `out`
+  T* residual;    // (M,D)
+  T* mlp_normed;  // (M,D)
+  T* up;          // (M,F or 2F)
+  T* act;         // (M,F)
+  T* product;     // (M,D), what the token mixer or the MLP adds to x
+  Input to_qkv;
+  Input to_out;
+  Input to_up;
+  Input to_down;
+  std::vector<Workspace> workspaces;  // of each thread
+  float* states;                      // of the chunks of attention: see SplitPlan
+  T* conv_inputs;                     // (M,channels), the inputs of the convolution
+  int64_t conv_stride;                // elements between two tokens of conv_inputs
+  float* mixed;                       // (M,channels): q, k and v of the gated delta net
+  float* decay;                       // (M,m)
+  float* beta;                        // (M,m)
+  std::vector<float*> scratch;        // of each thread, for the gated delta net
 
   void allocate(Arena& arena) {
     const PreparedBlock& p = prepared;
@@ -178,29 +223,26 @@ struct Block {
     for (float*& one : scratch) one = arena.allocate<float>(delta_scratch(delta));
   }
 
-  // A norm before attention or MLP, if there is one, and the conversion of its result: convert(m) for each row.
+  // to = the norm of `from`, or a copy if there is no norm. Then convert(m) for each row converts it for a product.
   template <class Convert>
-  void norm(const Team& team, const T* from, const float* const (&weights)[2], T* to, const Convert& convert) const {
-    const float* weight = weights[0];
-    const float* bias = weights[1];
+  void apply_norm(const Team& team, const T* from, const Norm& norm, T* to, const Convert& convert) const {
     const int64_t D = prepared.D;
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {
-        if (!weight) std::copy(from + m * D, from + (m + 1) * D, to + m * D);
-        else if (bias) layer_norm_row(from + m * D, weight, bias, to + m * D, D, prepared.eps);
-        else rms_norm_row(from + m * D, weight, to + m * D, D, prepared.eps);
+        if (!norm.weight) std::copy(from + m * D, from + (m + 1) * D, to + m * D);
+        else if (norm.bias) layer_norm_row(from + m * D, norm.weight, norm.bias, to + m * D, D, prepared.eps);
+        else rms_norm_row(from + m * D, norm.weight, to + m * D, D, prepared.eps);
         convert(m);
       }
     });
     team.barrier();
   }
 
-  void norm(const Team& team, const T* from, const float* const (&weights)[2], T* to, const Layer& l,
-            const Input& in) const {
-    norm(team, from, weights, to, [&](int64_t m) { prepare_input<T>(l, in, m, 0, l.groups()); });
+  void apply_norm(const Team& team, const T* from, const Norm& norm, T* to, const Layer& l, const Input& in) const {
+    apply_norm(team, from, norm, to, [&](int64_t m) { prepare_input<T>(l, in, m, 0, l.groups()); });
   }
 
-  // to = from + the product of a layer, which may have a norm and a scale.
+  // to = from + the product of a layer, after a norm (if post_norm is not null) and the residual scale.
   void add_product(const Team& team, const Layer& l, const Input& in, const T* from, const float* post_norm,
                    T* to) const {
     const bool is_sum = !post_norm && prepared.residual_scale == 1.0f;
@@ -223,7 +265,7 @@ struct Block {
 
   void run_experts(const Team& team) const {
     const PreparedBlock& p = prepared;
-    norm(team, residual, p.mlp_norm, mlp_normed, [&](int64_t m) { experts.prepare_row(m); });
+    apply_norm(team, residual, p.mlp_norm, mlp_normed, [&](int64_t m) { experts.prepare_row(m); });
     experts.run(team);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
     const bool is_sum = !p.mlp_post_norm && p.residual_scale == 1.0f;
@@ -237,6 +279,7 @@ struct Block {
   }
 
   // QK-norm, RoPE (arXiv:2104.09864) and the scale of queries, in place; then keys and values are copied to the caches.
+  // The heads of a token in qkv are queries, gates, keys and values, in this order.
   void rotate_and_cache(const Team& team) const {
     const auto& a = attention;
     const int64_t E = a.E;
@@ -292,7 +335,7 @@ struct Block {
     }
   }
 
-  // The outputs of attention, times the sigmoid of their gates.
+  // Multiplies the outputs of attention by the sigmoid of their gates.
   void apply_gates(const Team& team) const {
     const int64_t width = prepared.H * prepared.E;
     team.split(M, 1, [&](int64_t m, int64_t end) {
@@ -308,7 +351,7 @@ struct Block {
 
   // ---------------------------------------------------------------- the convolution, as in mixers/recurrent.py
 
-  // Keeps the inputs of the convolution.
+  // Stores the latest inputs of the convolution of each row.
   void write_tail(const Team& team) const {
     const Convolution& conv = prepared.conv;
     team.split(runs->size(), 1, [&](int64_t i, int64_t end) {
@@ -329,7 +372,7 @@ struct Block {
     return tail + (row * (conv.tail_size() + 1) + position % conv.tail_size()) * conv.channels;
   }
 
-  // The inputs of the convolution of a token and of those before it, null before the first position.
+  // The inputs of the convolution for a token: those of the latest `width` tokens, or null before the first position.
   using ConvWindow = std::array<const T*, MAX_CONV_WIDTH>;
   ConvWindow window_of(int64_t m) const {
     const int64_t s = m % attention.S;
@@ -344,7 +387,7 @@ struct Block {
     return inputs;
   }
 
-  // The result of the convolution in the first up to `count` of LANES channels.
+  // The result of the convolution in 16 channels, or in `count` of them if there are fewer.
   f32x16 convolve(const ConvWindow& inputs, int64_t channel, int64_t count) const {
     const Convolution& conv = prepared.conv;
     f32x16 y = conv.bias ? load(conv.bias + channel, count) : floats(0.0f);
@@ -355,9 +398,9 @@ struct Block {
     return y;
   }
 
-  // Runs `mix`, which reads the tail, and keeps the inputs of the pass. A pass of few tokens may have several batch
-  // rows with tokens of one row, so all are written before any is read. A longer pass may have more tokens than the
-  // tail can hold.
+  // Runs `mix`, which reads the tail, and stores the inputs of the pass in the tail. In a pass of few tokens, several
+  // batch rows may have tokens of the same row, so all of them are written before any is read. A longer pass may have
+  // more tokens than fit into the tail, so it writes at the end.
   template <class Mix>
   void with_tail(const Team& team, const Mix& mix) const {
     const bool is_short = attention.S <= DELTA_WINDOW;
@@ -368,7 +411,7 @@ struct Block {
 
   // ---------------------------------------------------------------- the short convolution, as in mixers/recurrent.py
 
-  // Calls work(m, channel, count) for all tokens and their channels, up to LANES of them at a time.
+  // Calls work(m, channel, count) for all tokens, in steps of 16 channels; `count` is how many channels are left.
   template <class Work>
   void for_channels(const Team& team, const Work& work) const {
     const int64_t D = prepared.conv.channels;
@@ -388,7 +431,7 @@ struct Block {
     });
     with_tail(team, [&] {
       for_channels(team, [&](int64_t m, int64_t channel, int64_t count) {
-        f32x16 y = floats(0.0f);  // of padding
+        f32x16 y = floats(0.0f);  // the result for padding
         if (attention.positions[m] >= 0) y = convolve(window_of(m), channel, count);
         store(attended + m * D + channel, load(qkv + m * prepared.qkv.N + D + channel, count) * y, count);
       });
@@ -400,7 +443,8 @@ struct Block {
 
   // ---------------------------------------------------------------- the gated delta net, as in mixers/recurrent.py
 
-  // mixed = q, k and v of all tokens: the convolution, SiLU, and the lengths of q and k. Also their decay and beta.
+  // mixed = q, k and v of all tokens: the convolution, SiLU, and then q and k are scaled to fixed lengths. It also
+  // computes decay and beta.
   void mix(const Team& team) const {
     const DeltaNet& net = prepared.net;
     const int64_t heads = 2 * net.n + net.m;
@@ -427,7 +471,7 @@ struct Block {
     team.barrier();
   }
 
-  // Channels first..first + width of token m. If length is not 0, they get this length.
+  // Computes channels first..first + width of token m, one head. If length is not 0, the head is scaled to this length.
   void mix_head(int64_t m, int64_t first, int64_t width, float length) const {
     const ConvWindow inputs = window_of(m);
     float* out = mixed + m * prepared.conv.channels + first;
@@ -443,7 +487,7 @@ struct Block {
     for (int64_t i = 0; i < width; i += LANES) store(out + i, load(out + i, width - i) * scale, width - i);
   }
 
-  // attended = the normalized outputs of the heads, times SiLU of their gates.
+  // attended = the norm of the output of each head, times SiLU of its gate.
   void apply_delta_gates(const Team& team) const {
     const DeltaNet& net = prepared.net;
     team.split(M * net.m, 1, [&](int64_t at, int64_t end) {
@@ -474,7 +518,7 @@ struct Block {
     apply_delta_gates(team);
   }
 
-  // act = the activation of up, and its conversion for the down projection.
+  // act = the activation of `up`. Then converts it for the down projection.
   void activate(const Team& team) const {
     const int64_t F = prepared.F;
     const int64_t groups = (F + GROUP - 1) / GROUP;
@@ -482,8 +526,8 @@ struct Block {
       for (; at < end; at++) {
         const int64_t m = at / groups;
         const int64_t group = at % groups;
-        activate_row(up + m * prepared.up.N, F, group * GROUP, std::min(F, (group + 1) * GROUP), prepared.gated,
-                     prepared.gelu, act + m * F);
+        activate_row(up + m * prepared.up.N, F, group * GROUP, std::min(F, (group + 1) * GROUP), prepared.activation,
+                     act + m * F);
         prepare_input<T>(prepared.down, to_down, m, group, group + 1);
       }
     });
@@ -492,7 +536,7 @@ struct Block {
 
   void run(const Team& team) const {
     const PreparedBlock& p = prepared;
-    norm(team, x, p.attention_norm, normed, p.qkv, to_qkv);
+    apply_norm(team, x, p.attention_norm, normed, p.qkv, to_qkv);
     matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv);
     team.barrier();
     if (p.net.m) {
@@ -508,7 +552,7 @@ struct Block {
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, residual);
     if (p.experts) return run_experts(team);
-    norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
+    apply_norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
     matmul<T>(team, p.up, to_up, M, nullptr, up);
     team.barrier();
     activate(team);

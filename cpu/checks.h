@@ -1,5 +1,4 @@
-// Code that the operations share: checks of their arguments, layers that are prepared once, templates
-// for the dtype.
+// What the operations share: checks of their arguments, layers that are prepared once, and templates for the dtype.
 
 #pragma once
 
@@ -28,7 +27,7 @@ const T* data(const MaybeTensor& t) {
   return t ? t->const_data_ptr<T>() : nullptr;
 }
 
-// Checks that a tensor is contiguous and has this dtype and these sizes (-1: any size), and returns it.
+// Returns a tensor after checking that it is contiguous and has this dtype and these sizes (-1: any size).
 const Tensor& checked(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
   bool fits = t.scalar_type() == dtype && t.dim() == int64_t(sizes.size()) && t.is_contiguous();
   for (size_t i = 0; fits && i < sizes.size(); i++) fits = sizes[i] == -1 || t.size(i) == sizes[i];
@@ -42,10 +41,10 @@ const MaybeTensor& checked(const MaybeTensor& t, const char* name, at::ScalarTyp
   return t;
 }
 
-// A layer that is checked once and used many times, by its handle.
+// A layer that is checked once and then used by its handle.
 struct PreparedLayer {
-  std::vector<Tensor> tensors;  // own the memory that `layer` refers to
-  std::optional<at::ScalarType> dtype;  // of the activations, if a weight or bias has it
+  std::vector<Tensor> tensors;          // own the memory that `layer` refers to
+  std::optional<at::ScalarType> dtype;  // of the activations; empty if no weight or bias requires one
   Layer layer;
 
   // The layer for activations of this dtype and these sizes (-1: any). Activations in float32 are never quantized.
@@ -59,21 +58,21 @@ struct PreparedLayer {
   }
 };
 
-// How many groups of 32 columns share a scale, if each `groupsize` of the C columns have one.
+// How many groups of 32 columns share a scale, if `groupsize` of the C columns do.
 int64_t groups_per_scale(int64_t groupsize, int64_t C) {
   TORCH_CHECK(groupsize >= C || (groupsize > 0 && groupsize % GROUP == 0), "groups of ", groupsize,
               " columns are not a multiple of 32");
   return groupsize >= C ? (C + GROUP - 1) / GROUP : groupsize / GROUP;
 }
 
-// The place of a quantized format in `Formats`.
+// The index of a quantized format in `Formats`.
 int checked_format(const std::string& name, int64_t C, int64_t groupsize) {
   const int number = format_named(name, groups_per_scale(groupsize, C));
   TORCH_CHECK(number >= 0, "there are no kernels for the format ", name);
   return number;
 }
 
-// packed_bytes of kernels.py.
+// The operation packed_bytes.
 int64_t packed_bytes(const std::string& format, int64_t N, int64_t C, int64_t groupsize) {
   int64_t bytes = 0;
   with_format(checked_format(format, C, groupsize), [&](auto f) {
@@ -83,12 +82,19 @@ int64_t packed_bytes(const std::string& format, int64_t N, int64_t C, int64_t gr
   return bytes;
 }
 
-// prepare_layer of kernels.py.
+// What Linear::format is for a format of prepare_layer.
+int format_number(const std::string& format, int64_t C, int64_t groupsize) {
+  if (format == "dense") return DENSE;
+  if (format == "tiles") return TILES;
+  return checked_format(format, C, groupsize);
+}
+
+// The layer that prepare_layer makes.
 PreparedLayer make_layer(const std::string& format, const Tensor& weight, const MaybeTensor& bias, int64_t N, int64_t C,
                          int64_t groupsize, bool exact) {
-  PreparedLayer made{{weight}};
-  const int number = format == "dense" ? DENSE : format == "tiles" ? TILES : checked_format(format, C, groupsize);
-  Linear l{N, C, number, exact, weight.const_data_ptr()};
+  PreparedLayer made{.tensors = {weight}};
+  const int number = format_number(format, C, groupsize);
+  Linear l{.N = N, .C = C, .format = number, .exact = exact, .weight = weight.const_data_ptr()};
   if (!l.is_quantized()) made.dtype = weight.scalar_type();
   if (bias) {
     TORCH_CHECK(!made.dtype || made.dtype == bias->scalar_type(), "bias: in another dtype than the weight");
@@ -111,13 +117,13 @@ PreparedLayer make_layer(const std::string& format, const Tensor& weight, const 
     l.groups_per_scale = groups_per_scale(groupsize, C);
     l.block_bytes = N ? bytes / ((N + LANES - 1) / LANES) : 0;
   }
-  made.layer = {N, C, {l}};
+  made.layer = {.N = N, .C = C, .pieces = {l}};
   return made;
 }
 
-// stack_layers of kernels.py: a layer with the outputs of several, one after the other.
+// The layer that stack_layers makes: it has the outputs of several layers, one after the other.
 PreparedLayer stack(const std::vector<std::shared_ptr<const PreparedLayer>>& layers, const MaybeTensor& bias) {
-  PreparedLayer made{{}, {}, {0, layers.at(0)->layer.C}};
+  PreparedLayer made{.layer = {.N = 0, .C = layers.at(0)->layer.C}};
   for (const auto& prepared : layers) {
     TORCH_CHECK(prepared->layer.C == made.layer.C, "a stack of layers of ", made.layer.C, " and ", prepared->layer.C,
                 " inputs");
@@ -143,7 +149,7 @@ PreparedLayer stack(const std::vector<std::shared_ptr<const PreparedLayer>>& lay
   return made;
 }
 
-// A list of things that are prepared once, and then used by their handles, which are indices.
+// A list of things that are prepared once and then used by their handles. A handle is an index.
 template <class Thing>
 class Handles {
   std::mutex lock;

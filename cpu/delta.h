@@ -1,13 +1,18 @@
 // The gated delta rule, which mixers.recurrent.gated_delta specifies.
 //
 // Each value head of each row has a matrix M (dk,dv). A token t multiplies it by its decay, and adds its key times its
-// delta. The update of a token is added while the matrix is read for the next token, so that each token reads and
-// writes the matrix once. With u the update before t,
+// delta. The update of a token is applied while the matrix is read for the next token, so that each token reads and
+// writes the matrix once. If u is the update before t,
 //   W = u.decay M + u.key u.delta^T,   predicted = W^T k_t,   read = W^T q_t
-// and then, without another look at the matrix,
+// and then, without reading the matrix again,
 //   delta_t = beta_t (v_t - decay_t predicted),   y_t = decay_t read + (q_t . k_t) delta_t
-// A head belongs to one thread, which takes the tokens in order. So the bits of a row depend neither on the other rows,
-// nor on the number of threads, nor on how its tokens are divided into passes.
+//
+// After a pass, the updates of its last tokens, up to 16 (DELTA_WINDOW), are pending: they are stored, but not applied
+// to the matrix in memory, so that the row can go back to before any of these tokens. The next pass first applies the
+// updates of the tokens before its own.
+//
+// One thread computes a head, token after token. So the bits of a row depend neither on the other rows, nor on the
+// number of threads, nor on how its tokens are divided into passes.
 
 #pragma once
 
@@ -15,16 +20,19 @@
 
 namespace fastpath {
 
-constexpr int64_t DELTA_WINDOW = 16;  // that of kernels.py
-// Vectors of a row of M whose sums the registers hold, while M is in memory; and those of the strip of columns that
-// stays in the L1 cache while several tokens update it.
-constexpr int STRIP = VECTOR_BITS == 512 ? 8 : 2, CACHED_STRIP = VECTOR_BITS == 512 ? 4 : 1;
+constexpr int64_t DELTA_WINDOW = 16;  // the same as in kernels.py
+// M is processed in strips of columns, whose width is given in vectors. The sums of a strip fit in the registers.
+constexpr int STRIP = VECTOR_BITS == 512 ? 8 : 2;         // for one token: M is streamed from memory
+constexpr int CACHED_STRIP = VECTOR_BITS == 512 ? 4 : 1;  // for several: the strip stays in the L1 cache
 
 // The tokens of one row in a pass.
 struct DeltaRun {
-  int64_t row, start;           // start: the position of the first token
+  int64_t row;
+  int64_t start;                // the position of the first token
   std::vector<int64_t> tokens;  // their numbers b * S + s, by ascending position
-  int64_t committed() const { return std::max<int64_t>(0, tokens.size() - DELTA_WINDOW); }  // not pending afterwards
+
+  // How many of these tokens are not pending after the pass.
+  int64_t committed() const { return std::max<int64_t>(0, tokens.size() - DELTA_WINDOW); }
 };
 
 // The runs of a pass over tokens at positions (B,S) of rows (B,) or 0..B-1. Padding belongs to no run.
@@ -49,7 +57,7 @@ inline std::vector<DeltaRun> delta_runs(const int64_t* positions, const int64_t*
   return runs;
 }
 
-// How many of a row's latest tokens are pending when a run begins: `base` is the position of the first one.
+// How many tokens of a row are pending when a run begins. `base` is the position of the first of them, for each row.
 inline int64_t pending_tokens(const DeltaRun& run, const int64_t* base) {
   return run.start ? run.start - base[run.row] : 0;
 }
@@ -65,22 +73,30 @@ inline void check_pending(const std::vector<DeltaRun>& runs, const int64_t* base
 // The state of one layer, and the inputs and outputs of one pass.
 struct Delta {
   int64_t n, m, dk, dv;  // key heads, value heads, and their widths
-  float *matrix, *keys, *deltas, *decays;  // (R,m,dk,dv), (R,W,n,dk), (R,W,m,dv), (R,W,m)
-  int64_t* base;                           // (R,)
-  const float *q, *k, *v;  // (n,dk), (n,dk), (m,dv) of each token
-  int64_t k_stride, v_stride;  // floats between two tokens of q and k, and of v
-  const float *decay, *beta;  // (B*S,m)
-  float* out;                 // (B*S,m,dv)
+  float* matrix;         // (R,m,dk,dv)
+  float* keys;           // (R,W,n,dk), of the pending updates; W is DELTA_WINDOW
+  float* deltas;         // (R,W,m,dv)
+  float* decays;         // (R,W,m)
+  int64_t* base;         // (R,), the position of the first pending token
+  const float* q;        // (n,dk) of each token
+  const float* k;        // (n,dk) of each token
+  const float* v;        // (m,dv) of each token
+  int64_t k_stride;      // floats between two tokens of q, and of k
+  int64_t v_stride;      // floats between two tokens of v
+  const float* decay;    // (B*S,m)
+  const float* beta;     // (B*S,m)
+  float* out;            // (B*S,m,dv)
 };
 
-// An update of a matrix; none if the key is null.
+// An update of a matrix. If the key is null, there is none.
 struct DeltaUpdate {
   float decay;
-  const float *key, *delta;
+  const float* key;    // (dk,)
+  const float* delta;  // (dv,), from the first column of the strip on
 };
 
-// Updates a strip of V vectors of columns of M: `to` = `from` with the update, whose rows are a stride apart. Also
-// predicted and read, the products with a key and a query. `last` is the number of columns of the last vector.
+// Goes once over a strip of M, which is V vectors wide; its last vector has `last` columns. UPDATES: `to` = `from` with
+// the update. READS: predicted and read = the products with a key and a query. A stride is the distance of two rows.
 template <int V, bool UPDATES, bool READS>
 void sweep(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t last, int64_t dk,
            const DeltaUpdate& update, const float* key, const float* query, f32x16 (&predicted)[V], f32x16 (&read)[V]) {
@@ -115,10 +131,10 @@ inline float dot(const float* a, const float* b, int64_t n) {
   return sum_of_lanes(sum);
 }
 
-// The floats that a thread needs for `run_head`: a strip, and a delta of it.
+// The floats that a thread needs for `run_head`: a strip, and one delta.
 inline int64_t delta_scratch(const Delta& d) { return (d.dk + 1) * STRIP * LANES; }
 
-// Columns begin..begin + 16 V of one value head of a run. Columns do not depend on each other.
+// Computes columns begin..begin + 16 V of one value head of a run. Columns do not depend on each other.
 template <int V>
 void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin, int64_t last, float* scratch) {
   constexpr int64_t WIDTH = V * LANES;
@@ -141,13 +157,14 @@ void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin,
   if (!run.start)
     for (int64_t row = 0; row < dk; row++)
       for (int i = 0; i < V; i++) store(matrix + row * dv + i * LANES, floats(0.0f), width(i));
-  // The matrix is read by the first sweep. It is written by that for the last token that is not pending afterwards.
+  // The first sweep reads the matrix. With several tokens, the sweeps write to a strip in the cache, which is copied to
+  // the matrix when it has all updates that are not pending after the pass.
   const float* from = matrix;
   float* to = count > 1 ? strip : matrix;
   int64_t from_stride = dv;
   const int64_t to_stride = count > 1 ? WIDTH : dv;
 
-  // The pending updates but the last, which the first token adds.
+  // Applies the pending updates except the last one, which the first token applies.
   DeltaUpdate update{1.0f, nullptr, nullptr};
   for (int64_t i = 0; i < pending; i++) {
     if (i) {
@@ -155,8 +172,9 @@ void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin,
       from = to;
       from_stride = to_stride;
     }
-    update = {*window(d.decays, i, d.m, head, 1), window(d.keys, i, d.n, key_head, dk),
-              window(d.deltas, i, d.m, head, dv) + begin};
+    update.decay = *window(d.decays, i, d.m, head, 1);
+    update.key = window(d.keys, i, d.n, key_head, dk);
+    update.delta = window(d.deltas, i, d.m, head, dv) + begin;
   }
   for (int64_t t = 0; t < count; t++) {
     const int64_t token = run.tokens[t];
@@ -186,7 +204,7 @@ void run_strip(const Delta& d, const DeltaRun& run, int64_t head, int64_t begin,
   }
 }
 
-// One value head of a run, in strips of V vectors.
+// Computes one value head of a run, in strips of V vectors.
 template <int V>
 void run_head(const Delta& d, const DeltaRun& run, int64_t head, float* scratch) {
   int64_t i = 0;
@@ -206,7 +224,7 @@ inline void run_delta(const Team& team, const Delta& d, const std::vector<DeltaR
       else run_head<CACHED_STRIP>(d, run, i % d.m, scratch);
     }
   });
-  team.barrier();  // several value heads have read the pending keys of one key head
+  team.barrier();  // now all value heads have read the pending keys, which are overwritten here
   team.split(runs.size(), 1, [&](int64_t i, int64_t end) {
     for (; i < end; i++) {
       const DeltaRun& run = runs[i];

@@ -1,5 +1,5 @@
-// Dot products of integers: a group of weights, as unsigned levels, times a row of x in 8 bits. The sums are exact, so
-// all processors give the same bits.
+// Dot products of integers: a group of weights, as unsigned levels (formats.h), times a row of x in 8 bits. The sums
+// are exact, so all processors give the same bits.
 
 #pragma once
 
@@ -18,8 +18,8 @@ inline i32x16 offset_sum(int32_t sum) {
 #ifdef HAS_VNNI
 constexpr bool DOT_NEEDS_MOST = false;
 
-// The sum for one row of x, in a lane for each of 16 rows of weights whose levels are 0 to MOST. It consists of COUNT
-// times four products.
+// The sum for one row of x. Each lane belongs to one of 16 rows of weights, whose levels are 0 to MOST. `add` is called
+// COUNT times, and adds four products to each lane.
 template <int MOST, int OFFSET, int COUNT>
 struct Dot {
   using Factor = u8x64;
@@ -33,31 +33,32 @@ struct Dot {
 #else
 constexpr bool DOT_NEEDS_MOST = true;
 
-// Without VNNI, an instruction adds two products in 16 bits (vpmaddubsw). If the levels are small, several of these
-// sums fit in 16 bits, and they are added before they are converted to 32 bits.
+// Without VNNI, an instruction adds two products in 16 bits (vpmaddubsw). If the levels are small, the sum of several
+// such results fits in 16 bits, so they are added before the conversion to 32 bits.
 template <int MOST, int OFFSET, int COUNT>
 struct Dot {
-  static constexpr int FIT = std::min(32767 / (2 * 127 * MOST), COUNT);
+  static constexpr int FIT = std::min(32767 / (2 * 127 * MOST), COUNT);  // how many fit
   static_assert(COUNT % FIT == 0);
   using Factor = u8x64;
   static Factor factor(u8x64 levels) { return levels; }
 
-  i16x32 pairs;
+  i16x32 pairs;  // up to FIT results, not yet in `sum`
   i32x16 sum;
   void start(int32_t x_sum) { sum = offset_sum<OFFSET>(x_sum); }
-  void add(Factor levels, u8x64 x, int i) {  // i: which of the COUNT times this is, a constant after unrolling
+  void add(Factor levels, u8x64 x, int i) {  // i: the number of the call, 0 to COUNT - 1, a constant after unrolling
     const i16x32 products = pair_products(levels, x);
     pairs = i % FIT ? add_pairs(pairs, products) : products;
     if (i % FIT == FIT - 1) sum = add_sums(sum, pairs);
   }
 };
 
-// Two products of 255 times 127 do not fit in 16 bits. So the levels become signed, and their signs are moved to x:
-// |w| is at most 128, and |x| at most 127.
+// The sum of two products of 255 and 127 does not fit in 16 bits. So the levels become signed, and their signs are
+// moved to x: |w| is at most 128, and |x| at most 127.
 template <int COUNT>
 struct Dot<255, 128, COUNT> {
   struct Factor {
-    u8x64 sign, size;
+    u8x64 sign;  // the signed weights: only their signs are used
+    u8x64 size;  // their absolute values
   };
   static Factor factor(u8x64 levels) {
     const u8x64 weights = levels ^ bytes(128);

@@ -1,8 +1,8 @@
 // Sparse layers, as in mixers/experts.py: the router, and the MLPs of the experts that it chooses.
 //
-// A pass reads only the experts that its tokens have chosen, and each of them once. The rows of x are sorted by their
-// experts, so that the rows of one expert stand together, and each expert is multiplied as any other matrix. The work
-// of all experts together is divided among the threads, in one piece for each thread: most threads then read whole
+// A pass reads only the experts that its tokens have chosen, and reads each of them once. The rows of x are sorted by
+// expert: then the rows of an expert are contiguous, and an expert is multiplied like any other matrix. The work of all
+// experts together is divided among the threads, one contiguous part for each thread. So most threads read whole
 // experts, which are long streams of memory.
 
 #pragma once
@@ -12,16 +12,23 @@
 
 namespace fastpath {
 
-// The activation of hidden units f..end of a row of `up` (F or, if gated, 2F: gate, then up): SwiGLU, GeGLU or
-// tanh-GELU. All have the form x sigmoid(z).
+// The activation of an MLP: SwiGLU (gated), GeGLU (gated, gelu) or tanh-GELU (gelu).
+struct Activation {
+  bool gated;  // the result is multiplied by `up`
+  bool gelu;   // otherwise SiLU
+};
+constexpr Activation SWIGLU{.gated = true, .gelu = false};
+
+// Applies the activation to hidden units f..end of a row of `up`, (F,) or, if gated, (2F,) with the gate first. All
+// activations have the form x sigmoid(z).
 template <class T>
-void activate_row(const T* up, int64_t F, int64_t f, int64_t end, bool gated, bool gelu, T* out) {
+void activate_row(const T* up, int64_t F, int64_t f, int64_t end, Activation activation, T* out) {
   for (; f < end; f += LANES) {
     const f32x16 x = load(up + f, F - f);
     // SwiGLU: z = x. Tanh-GELU: z = 2 sqrt(2/pi) (x + 0.044715 x^3).
-    const f32x16 z = !gelu ? x : floats(1.5957691216f) * (x + (x * x) * (x * floats(0.044715f)));
+    const f32x16 z = !activation.gelu ? x : floats(1.5957691216f) * (x + (x * x) * (x * floats(0.044715f)));
     f32x16 y = x / (floats(1.0f) + fast_exp(floats(0.0f) - z));
-    if (gated) y = y * load(up + F + f, F - f);
+    if (activation.gated) y = y * load(up + F + f, F - f);
     store(out + f, y, F - f);
   }
 }
@@ -29,19 +36,21 @@ void activate_row(const T* up, int64_t F, int64_t f, int64_t end, bool gated, bo
 // The part of a sparse layer that is the same in all calls. prepare_experts checks it once.
 struct PreparedExperts {
   std::vector<std::shared_ptr<const PreparedLayer>> layers;  // own the memory of the layers below
-  at::ScalarType dtype;
-  int64_t X, k, D, F, shared_F;  // shared_F is 0 if there is no shared expert
-  bool normalized;
-  Layer router;                     // (X,D) float32; with a shared expert (X+1,D), where the last row is its gate
-  std::vector<Layer> gate_up, down;  // of each expert, (2F,D) and (D,F), then those of the shared expert
+  at::ScalarType dtype;                                      // of the activations
+  int64_t X, k, D, F;
+  int64_t shared_F;  // hidden units of the shared expert; 0 if there is none
+  bool normalized;   // the weights of the chosen experts are divided by their sum
+  Layer router;      // (X,D) float32; with a shared expert (X+1,D), where the last row is the gate of that expert
+  std::vector<Layer> gate_up;  // (2F,D) of each expert; then (2 shared_F,D) of the shared expert, if there is one
+  std::vector<Layer> down;     // (D,F) of each expert; then (D,shared_F)
 
   int64_t multiply_adds(int64_t tokens) const { return tokens * ((router.N + 3 * k * F + 3 * shared_F) * D); }
 };
 
-// The matrix (N,C) of expert e in a stack of X matrices. The stack may have several pieces, each with as many rows of
-// every expert. If it is packed, the rows of each expert begin a new block of 16.
+// The matrix (N,C) of expert e in a stack of X matrices. The stack may have several pieces (gate and up), each with the
+// same number of rows of every expert. In a packed piece, each expert begins a new block of 16 rows.
 inline Layer layer_of_expert(const PreparedLayer& prepared, const Layer& stack, int64_t e, int64_t X, int64_t N) {
-  Layer expert{N, stack.C};
+  Layer expert{.N = N, .C = stack.C};
   const int64_t rows = N / int64_t(stack.pieces.size());
   const int64_t blocks = (rows + LANES - 1) / LANES;
   for (Linear piece : stack.pieces) {
@@ -61,13 +70,27 @@ inline Layer layer_of_expert(const PreparedLayer& prepared, const Layer& stack, 
 // An expert in one call, with the rows of x that it multiplies.
 template <class T>
 struct ExpertCall {
-  const Layer *gate_up, *down;
-  int64_t first, rows, F;  // first: the place of its first row among the sorted ones
-  Input to_up, to_down;
-  T *up, *act, *product;  // (rows,2F), (rows,F), (rows,D)
+  const Layer* gate_up;
+  const Layer* down;
+  int64_t first;  // its first row in the sorted arrays
+  int64_t rows;   // how many it has
+  int64_t F;      // hidden units
+  Input to_up;
+  Input to_down;
+  T* up;       // (rows,2F)
+  T* act;      // (rows,F)
+  T* product;  // (rows,D)
 };
 
-// `rows` rows of a converted x, from row `first` on, which become the first ones of their tile.
+// A product of an expert with its rows.
+template <class T>
+struct ExpertProduct {
+  const Layer& layer;
+  const Input& in;
+  T* out;
+};
+
+// The part of a converted x for an expert: `rows` rows from row `first` on, in tiles of their own.
 template <class T>
 Input rows_of(Input in, int64_t first, int64_t rows, int64_t C) {
   const int64_t groups = first * in.Cb;
@@ -85,30 +108,42 @@ Input rows_of(Input in, int64_t first, int64_t rows, int64_t C) {
 }
 
 // One call of a sparse layer: allocate() before the parallel region; in it prepare_row for each row, run, and
-// add_outputs for each row.
+// add_outputs for each row. A choice is one of the k experts of a token; there are M*k of them.
 template <class T>
 struct Experts {
   const PreparedExperts* p = nullptr;
-  int64_t M = 0;
+  int64_t M = 0;             // tokens
   const int64_t* positions;  // (M,): -1 is padding, which uses no expert
-  int64_t* counts;  // (X+1,): how many tokens have used each expert, and for how many experts the weights were read
+  int64_t* counts;  // (X+1,): how many tokens have used each expert; last, how many experts all passes have read
 
   // Temporary arrays, from allocate():
-  const T* x;               // (M,D)
-  float *as_float, *logits;  // (M,D), (M,X or X+1)
-  float* weights;           // (M,k)
-  int32_t *ids, *places;    // (M,k): the expert of each choice of a token, or -1; its row of the arrays below
-  int32_t *tokens, *calls_of_rows;  // (M*k,): the token and the ExpertCall of a row
-  int32_t *starts;                // (X+1,): the first row of each expert
-  T *sorted, *up, *act, *product;  // (M*k,D), (M*k,2F), (M*k,F), (M*k,D)
-  T *shared_up, *shared_act, *shared_product;  // (M,2*shared_F), (M,shared_F), (M,D)
-  Input to_router, to_up, to_down, to_shared_up, to_shared_down;
-  ExpertCall<T>* calls;
-  int64_t* call_count;  // (1,)
+  const T* x;              // (M,D)
+  float* as_float;         // (M,D), x in float32, which the router reads
+  float* logits;           // (M,X), or (M,X+1) with the gate of the shared expert
+  float* weights;          // (M,k), of the chosen experts
+  int32_t* ids;            // (M,k): the expert of each choice, or -1
+  int32_t* sorted_rows;    // (M,k): the row of each choice in the sorted arrays
+  int32_t* tokens;         // (M*k,): the token of each sorted row
+  int32_t* calls_of_rows;  // (M*k,): the index in `calls` of each sorted row
+  int32_t* starts;         // (X+1,): the first sorted row of each expert
+  T* sorted;               // (M*k,D), rows of x
+  T* up;                   // (M*k,2F)
+  T* act;                  // (M*k,F)
+  T* product;              // (M*k,D)
+  T* shared_up;            // (M,2*shared_F)
+  T* shared_act;           // (M,shared_F)
+  T* shared_product;       // (M,D)
+  Input to_router;
+  Input to_up;
+  Input to_down;
+  Input to_shared_up;
+  Input to_shared_down;
+  ExpertCall<T>* calls;  // the experts that have any rows, then the shared expert
+  int64_t* call_count;   // (1,)
 
   int64_t choices() const { return M * p->k; }
 
-  // normed (M,D): the inputs of the layer.
+  // normed: (M,D), the input of the layer.
   void allocate(Arena& arena, const T* normed) {
     const int64_t R = choices(), D = p->D;
     x = normed;
@@ -117,7 +152,7 @@ struct Experts {
     to_router = allocate_input(arena, p->router, as_float, M);
     weights = arena.allocate<float>(R);
     ids = arena.allocate<int32_t>(R);
-    places = arena.allocate<int32_t>(R);
+    sorted_rows = arena.allocate<int32_t>(R);
     tokens = arena.allocate<int32_t>(R);
     calls_of_rows = arena.allocate<int32_t>(R);
     starts = arena.allocate<int32_t>(p->X + 1);
@@ -137,22 +172,23 @@ struct Experts {
     to_shared_down = allocate_input(arena, p->down[p->X], shared_act, M);
   }
 
-  // Converts row m of x.
+  // Converts row m of x for the router and the shared expert.
   void prepare_row(int64_t m) const {
     const int64_t D = p->D;
     for (int64_t d = 0; d < D; d += LANES) store(as_float + m * D + d, load(x + m * D + d, D - d), D - d);
     if (p->shared_F) prepare_input<T>(p->gate_up[p->X], to_shared_up, m, 0, p->gate_up[p->X].groups());
   }
 
-  // The k experts of token m with the largest logits; of equal logits, those with the lower numbers. They are kept
-  // sorted while all logits are read.
+  // Chooses the k experts of token m with the largest logits; if logits are equal, the expert with the lower number. An
+  // insertion sort keeps the best k while all logits are read. Their weights are a softmax.
   void choose(int64_t m) const {
     const float* logit = logits + m * p->router.N;
     const int64_t k = p->k;
     int32_t* id = ids + m * k;
     float* weight = weights + m * k;
-    std::fill(weight, weight + k, -INF), std::fill(id, id + k, 0);
-    if (positions[m] < 0) return std::fill(id, id + k, -1);
+    std::fill(weight, weight + k, -INF);
+    std::fill(id, id + k, positions[m] < 0 ? -1 : 0);
+    if (positions[m] < 0) return;
     for (int64_t e = 0; e < p->X; e++) {
       if (!(logit[e] > weight[k - 1])) continue;
       int64_t at = k - 1;
@@ -165,17 +201,19 @@ struct Experts {
     }
     const float largest = weight[0];
     float total = 0;
-    for (int64_t e = 0; !p->normalized && e < p->X; e++) total += std::exp(logit[e] - largest);
+    if (!p->normalized) {
+      for (int64_t e = 0; e < p->X; e++) total += std::exp(logit[e] - largest);
+    }
     for (int64_t i = 0; i < k; i++) {
       weight[i] = std::exp(weight[i] - largest);
-      total += p->normalized ? weight[i] : 0;
+      if (p->normalized) total += weight[i];
     }
     for (int64_t i = 0; i < k; i++) weight[i] /= total;
   }
 
-  // Sorts the rows by their experts, and lists the experts that have any.
+  // Sorts the choices by expert (a counting sort), and lists the experts that have any.
   void plan() const {
-    const int64_t R = choices(), D = p->D;
+    const int64_t R = choices(), D = p->D, F = p->F;
     std::fill(starts, starts + p->X + 1, 0);
     for (int64_t c = 0; c < R; c++)
       if (ids[c] >= 0) starts[ids[c] + 1]++;
@@ -189,38 +227,59 @@ struct Experts {
       const int64_t rows = starts[e + 1] - first;
       if (!rows) continue;
       std::fill(calls_of_rows + first, calls_of_rows + first + rows, n);
-      calls[n++] = {&p->gate_up[e], &p->down[e], first, rows, p->F, rows_of<T>(to_up, first, rows, D),
-                    rows_of<T>(to_down, first, rows, p->F), up + first * 2 * p->F, act + first * p->F,
-                    product + first * D};
+      calls[n++] = {
+          .gate_up = &p->gate_up[e],
+          .down = &p->down[e],
+          .first = first,
+          .rows = rows,
+          .F = F,
+          .to_up = rows_of<T>(to_up, first, rows, D),
+          .to_down = rows_of<T>(to_down, first, rows, F),
+          .up = up + first * 2 * F,
+          .act = act + first * F,
+          .product = product + first * D,
+      };
     }
     counts[p->X] += n;
     for (int64_t c = 0; c < R; c++) {
       if (ids[c] < 0) continue;
-      places[c] = starts[ids[c]]++;  // now the next row of the expert
-      tokens[places[c]] = c / p->k;
+      sorted_rows[c] = starts[ids[c]]++;  // now the row of this expert's next choice
+      tokens[sorted_rows[c]] = c / p->k;
     }
-    if (p->shared_F)
-      calls[n++] = {&p->gate_up[p->X], &p->down[p->X], 0, M, p->shared_F, to_shared_up, to_shared_down, shared_up,
-                    shared_act, shared_product};
+    if (p->shared_F) {
+      calls[n++] = {
+          .gate_up = &p->gate_up[p->X],
+          .down = &p->down[p->X],
+          .first = 0,
+          .rows = M,
+          .F = p->shared_F,
+          .to_up = to_shared_up,
+          .to_down = to_shared_down,
+          .up = shared_up,
+          .act = shared_act,
+          .product = shared_product,
+      };
+    }
     *call_count = n;
   }
 
-  // This thread's share of the products of all experts. of(call, multiply) calls multiply(layer, input, out). Threads
-  // share the work by an estimate of what a block of 16 weight rows costs: the rows of x, and its bytes, which take as
-  // long as READING rows.
-  template <class Of>
-  void multiply_all(const Team& team, const Of& of) const {
+  // This thread's share of the products of all experts; product_of(call) is the ExpertProduct of a call. Threads share
+  // the work by an estimate of what a block of 16 weight rows costs: one for each row of x, and READING for reading the
+  // weights.
+  template <class ProductOf>
+  void multiply_all(const Team& team, const ProductOf& product_of) const {
     constexpr int64_t READING = 4;
+    // Calls work for each piece of each product; `start` is the cost of all pieces before. Returns the cost of all.
     auto for_pieces = [&](const auto& work) {
       int64_t start = 0;
-      for (int64_t i = 0; i < *call_count; i++)
-        of(calls[i], [&](const Layer& layer, const Input& in, T* out) {
-          for (const Linear& piece : layer.pieces) {
-            const int64_t cost = (in.M + READING) * (piece.format == DENSE ? 1 : LANES);
-            work(piece, in, out, start, cost);
-            start += cost * units(piece);
-          }
-        });
+      for (int64_t i = 0; i < *call_count; i++) {
+        const ExpertProduct<T> y = product_of(calls[i]);
+        for (const Linear& piece : y.layer.pieces) {
+          const int64_t cost = (y.in.M + READING) * (piece.format == DENSE ? 1 : LANES);  // of a unit
+          work(piece, y.in, y.out, start, cost);
+          start += cost * units(piece);
+        }
+      }
       return start;
     };
     const int64_t total = for_pieces([](auto&&...) {});
@@ -229,9 +288,9 @@ struct Experts {
     for_pieces([&](const Linear& piece, const Input& in, T* out, int64_t start, int64_t cost) {
       const int64_t n = units(piece);
       const int64_t step = grain(piece);
-      auto unit_at = [&](int64_t place) {  // the first unit that begins there or later
-        if (place >= start + n * cost) return n;
-        return std::max<int64_t>(0, place - start) / cost / step * step;
+      auto unit_at = [&](int64_t point) {  // the unit that contains this point of the total cost
+        if (point >= start + n * cost) return n;
+        return std::max<int64_t>(0, point - start) / cost / step * step;
       };
       const int64_t begin = unit_at(from);
       const int64_t end = unit_at(to);
@@ -239,7 +298,7 @@ struct Experts {
     });
   }
 
-  // All that comes after prepare_row, up to the outputs of the experts.
+  // Everything between prepare_row and add_outputs.
   void run(const Team& team) const {
     matmul<float>(team, p->router, to_router, M, nullptr, logits);
     team.barrier();
@@ -251,7 +310,7 @@ struct Experts {
     team.barrier();
 
     const int64_t D = p->D;
-    const int64_t rows = starts[p->X - 1];  // after `plan`, the end of the last expert's rows
+    const int64_t rows = starts[p->X - 1];  // `plan` has moved this to the end of all rows
     team.split(rows, 1, [&](int64_t row, int64_t end) {
       for (; row < end; row++) {
         const ExpertCall<T>& call = calls[calls_of_rows[row]];
@@ -261,7 +320,7 @@ struct Experts {
       }
     });
     team.barrier();
-    multiply_all(team, [](const auto& call, const auto& multiply) { multiply(*call.gate_up, call.to_up, call.up); });
+    multiply_all(team, [](const auto& call) { return ExpertProduct<T>{*call.gate_up, call.to_up, call.up}; });
     team.barrier();
     for (int64_t i = 0; i < *call_count; i++) {
       const ExpertCall<T>& call = calls[i];
@@ -271,18 +330,18 @@ struct Experts {
         for (; at < end; at++) {
           const int64_t m = at / groups;
           const int64_t group = at % groups;
-          activate_row(call.up + m * 2 * F, F, group * GROUP, std::min(F, (group + 1) * GROUP), true, false,
+          activate_row(call.up + m * 2 * F, F, group * GROUP, std::min(F, (group + 1) * GROUP), SWIGLU,
                        call.act + m * F);
           prepare_input<T>(*call.down, call.to_down, m, group, group + 1);
         }
       });
     }
     team.barrier();
-    multiply_all(team, [](const auto& call, const auto& multiply) { multiply(*call.down, call.to_down, call.product); });
+    multiply_all(team, [](const auto& call) { return ExpertProduct<T>{*call.down, call.to_down, call.product}; });
     team.barrier();
   }
 
-  // out = from (or 0, if it is null) + the output of the layer for token m.
+  // out = the output of the layer for token m, plus `from` if it is not null.
   void add_outputs(int64_t m, const T* from, T* out) const {
     const int64_t D = p->D;
     const int64_t k = p->k;
@@ -290,7 +349,7 @@ struct Experts {
     for (int64_t d = 0; d < D; d += LANES) {
       f32x16 y = floats(0.0f);
       for (int64_t c = m * k; c < (m + 1) * k && ids[c] >= 0; c++)
-        y = fma(load(product + places[c] * D + d, D - d), floats(weights[c]), y);
+        y = fma(load(product + sorted_rows[c] * D + d, D - d), floats(weights[c]), y);
       if (p->shared_F) y = fma(load(shared_product + m * D + d, D - d), floats(gate), y);
       if (from) y = y + load(from + d, D - d);
       store(out + d, y, D - d);

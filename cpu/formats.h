@@ -1,13 +1,16 @@
 // The formats of packed weights: how levels and scales lie in memory, how they are read, and how they are packed.
 //
-// A packed matrix consists of Nb blocks of 16 rows, a row for each lane. A block is one stream of whole lines of 64
-// bytes, which a product reads once, in ascending order, so that the processor's prefetchers can follow. The stream
-// consists of superblocks: some lines of scales, and then the levels of the groups of 32 columns that they are for.
-// The last superblock of a block may have fewer groups. N and C are padded with zeros.
+// A quantized weight is stored as an unsigned integer, its level: weight = (level - OFFSET) * scale + min. A group is
+// 32 columns of a row. One or several groups share a scale and, in some formats, a min.
 //
-// A format is a struct that combines a struct of levels with one of scales. It says how the weights are stored before
-// they are packed: `parts` as in formats.py, which for the formats of GGUF files is one part, the file's own blocks.
-// A new format is such a struct, and a place in `Formats`.
+// A packed matrix consists of Nb blocks of 16 rows, one row for each lane. A block is one stream of whole lines of 64
+// bytes, which a product reads once, in ascending order, so that the processor's prefetchers can follow. The stream
+// consists of superblocks: first some lines of scales, then the levels of the groups with these scales. The last
+// superblock of a block may have fewer groups. N and C are padded with zeros.
+//
+// A format is a struct that combines a struct of levels with a struct of scales. It also reads the weights as they are
+// stored before they are packed: the parts that formats.py describes. (A format of GGUF files has one part, the blocks
+// of the file.) To add a format, write such a struct and append it to `Formats`.
 
 #pragma once
 
@@ -22,11 +25,12 @@ namespace fastpath {
 
 constexpr int GROUP = 32;  // columns of x that share a scale when x is quantized, or that AMX adds at once
 
-// The parts of a matrix that is to be packed.
+// A matrix before it is packed.
 struct Source {
-  const uint8_t* parts[3];
-  int64_t row_bytes[3];
-  int64_t N, C, groupsize;
+  const uint8_t* parts[3];  // each (N,row_bytes)
+  int64_t row_bytes[3];     // of each part
+  int64_t N, C;
+  int64_t groupsize;  // columns that share a scale
 
   template <class T = uint8_t>
   const T* row(int part, int64_t n) const { return (const T*)(parts[part] + n * row_bytes[part]); }
@@ -34,8 +38,9 @@ struct Source {
 
 // ---------------------------------------------------------------- levels
 //
-// A struct of levels says how many lines a group has, and unpacks it in STEPS steps to vectors of unsigned bytes, up to
-// MOST. A vector has four columns of each of the 16 rows, beginning with first_column(step, vector).
+// A struct of levels says how the levels of a group, which are 0 to MOST, are stored in LINES lines. `unpack` converts
+// them to unsigned bytes in STEPS steps; each step gives VECTORS vectors. A vector has four columns of each of the 16
+// rows, beginning with first_column(step, vector). `pack` writes the levels q of one row to its lane.
 
 // 8 bits. Line j has columns 4j..4j+3.
 struct Bytes {
@@ -66,8 +71,8 @@ struct Nibbles {
   }
 };
 
-// x shifted to the left by `left` bits, or to the right if `left` is negative. The caller masks the
-// bits that cross into another byte.
+// x, shifted to the left by `left` bits, or to the right if `left` is negative. The caller masks the bits that cross
+// into another byte.
 inline u8x64 shifted(u8x64 x, int left) { return left >= 0 ? shift_left(x, left) : shift_right(x, -left); }
 
 // 5 bits. First a line with the fifth bits, bit 2 * step + half of each byte; then the nibbles.
@@ -113,16 +118,18 @@ struct SixBits {
 
 // ---------------------------------------------------------------- scales
 //
-// A struct of scales begins each superblock with BYTES bytes, for GROUPS groups. (GROUPS = 0: `groups` says how many.)
-// `load` reads them. Then scale(i) and min(i) return those of group i, for all 16 rows. If HALVES, each
-// half of a group of columns has its own scale.
+// A struct of scales describes the first BYTES bytes of a superblock of GROUPS groups. (GROUPS is 0 if only `groups`
+// knows how many.) `load` reads these bytes. Then scale(i, half) and min(i) return the scales and mins of group i, one
+// for each of the 16 rows. If HALVES, the two halves of a group have different scales.
 
 // A float16 scale for each `groupsize` columns. A line holds the scales and, if MINS, the mins of these
 // columns; without mins, it holds the scales of twice as many columns. FIXED: the groupsize is 32.
 template <bool MINS, bool FIXED>
 struct HalfScales {
-  static constexpr bool HAS_MINS = MINS, HALVES = false;
-  static constexpr int BYTES = 64, IN_A_LINE = MINS ? 1 : 2, GROUPS = FIXED ? IN_A_LINE : 0;
+  static constexpr bool HAS_MINS = MINS;
+  static constexpr bool HALVES = false;
+  static constexpr int IN_A_LINE = MINS ? 1 : 2;  // scales of a row in a line
+  static constexpr int BYTES = 64, GROUPS = FIXED ? IN_A_LINE : 0;
   static int64_t groups(int64_t groups_per_scale) { return FIXED ? IN_A_LINE : IN_A_LINE * groups_per_scale; }
 
   const half* at;
@@ -134,7 +141,7 @@ struct HalfScales {
   f32x16 scale(int64_t i, int) const { return fastpath::load(at + (MINS || i < groups_per_scale ? 0 : LANES)); }
   f32x16 min(int64_t) const { return fastpath::load(at + LANES); }
 
-  // Writes a lane of the scales of superblock u.
+  // Writes the scales of row n in superblock u to a lane.
   template <class F>
   static void pack(const Source& s, int64_t n, int64_t u, int lane, uint8_t* to) {
     const int64_t G = (s.C + s.groupsize - 1) / s.groupsize;
@@ -146,16 +153,19 @@ struct HalfScales {
   }
 };
 
-// For 8 groups, a scale and a min of 6 bits each, in units of two float16 numbers, d and dmin. First comes a line with
-// d and dmin. Then come three lines with 4 * 64 numbers: the scales of groups 0..3 and 4..7, and the mins. The first
-// three of these four lines of numbers are in the lower six bits, and the fourth is in the upper two bits of all three.
+// For each of 8 groups, a scale and a min of 6 bits, which are multiplied by two float16 numbers, d and dmin. The first
+// line has d and dmin. Three more lines have four times 64 numbers of 6 bits: the scales of groups 0..3, the scales of
+// groups 4..7, the mins of groups 0..3, and the mins of groups 4..7. The first three sets of 64 are in the lower six
+// bits of a line each. The fourth is spread over the upper two bits of all three lines.
 struct SixBitScales {
-  static constexpr bool HAS_MINS = true, HALVES = false;
+  static constexpr bool HAS_MINS = true;
+  static constexpr bool HALVES = false;
   static constexpr int BYTES = 256, GROUPS = 8;
   static int64_t groups(int64_t) { return GROUPS; }
 
   alignas(64) uint8_t numbers[4][64];
-  f32x16 d, dmin;
+  f32x16 d;
+  f32x16 dmin;
   void load(const uint8_t* at, int64_t) {
     u8x64 last = bytes(0);
     for (int i = 0; i < 3; i++) {
@@ -189,17 +199,22 @@ struct SixBitScales {
   }
 };
 
-// For 8 groups, or the halves of 8 groups, signed numbers of 8 bits in units of one float16 number, d, which comes
-// first.
+// For each of 8 groups, or for each of their halves, a signed scale of 8 bits, which is multiplied by a float16 number,
+// d. First comes d.
 template <bool HAS_HALVES>
 struct ByteScales {
-  static constexpr bool HAS_MINS = false, HALVES = HAS_HALVES;
-  static constexpr int COUNT = HALVES ? 16 : 8, BYTES = HALVES ? 320 : 192, GROUPS = 8;
+  static constexpr bool HAS_MINS = false;
+  static constexpr bool HALVES = HAS_HALVES;
+  static constexpr int COUNT = HALVES ? 16 : 8;  // scales of a row
+  static constexpr int BYTES = HALVES ? 320 : 192, GROUPS = 8;
   static int64_t groups(int64_t) { return GROUPS; }
 
   const uint8_t* at;
   f32x16 d;
-  void load(const uint8_t* from, int64_t) { at = from, d = fastpath::load((const half*)from); }
+  void load(const uint8_t* from, int64_t) {
+    at = from;
+    d = fastpath::load((const half*)from);
+  }
   f32x16 scale(int64_t i, int half) const {
     return d * to_floats(load_int8(at + 32 + 16 * (HALVES ? 2 * i + half : i)));
   }
@@ -215,8 +230,7 @@ struct ByteScales {
 
 // ---------------------------------------------------------------- the formats
 //
-// `read` unpacks the levels of a group (row n, columns 32b to 32b+31) to unsigned bytes. A weight is
-// (level - OFFSET) * scale + min; OFFSET is a multiple of 8.
+// `read` writes the levels of a group (row n, columns 32b to 32b+31) to 32 bytes, q. OFFSET is a multiple of 8.
 
 inline uint16_t read_half(const uint8_t* p) {
   uint16_t bits;
@@ -224,12 +238,13 @@ inline uint16_t read_half(const uint8_t* p) {
   return bits;
 }
 
-template <bool FIXED>  // groups of 32 columns
+template <bool FIXED>  // the groupsize is 32
 struct Int8 {
   static constexpr const char* NAME = "int8";
   using Levels = Bytes;
   using Scales = HalfScales<false, FIXED>;
-  static constexpr int PARTS = 2, OFFSET = 128;
+  static constexpr int PARTS = 2;
+  static constexpr int OFFSET = 128;
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
     for (int64_t c = 0; c < std::min<int64_t>(GROUP, s.C - b * GROUP); c++) q[c] = s.row(0, n)[b * GROUP + c] ^ 128;
   }
@@ -241,7 +256,8 @@ struct Int4 {
   static constexpr const char* NAME = "int4";
   using Levels = Nibbles;
   using Scales = HalfScales<true, FIXED>;
-  static constexpr int PARTS = 3, OFFSET = 0;
+  static constexpr int PARTS = 3;
+  static constexpr int OFFSET = 0;
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
     for (int64_t c = 0; c < std::min<int64_t>(GROUP, s.C - b * GROUP); c++)
       q[c] = s.row(0, n)[b * GROUP / 2 + c / 2] >> 4 * (c % 2) & 15;
@@ -250,10 +266,11 @@ struct Int4 {
   static uint16_t min(const Source& s, int64_t n, int64_t g) { return s.row<uint16_t>(2, n)[g]; }
 };
 
-// The common part of the formats of GGUF files: blocks of COLUMNS columns, which take BYTES bytes.
+// What the formats of GGUF files have in common: the weights of COLUMNS columns form a block of BYTES bytes.
 template <int COLUMNS_, int BYTES_>
 struct Blocks {
-  static constexpr int PARTS = 1, COLUMNS = COLUMNS_, BYTES = BYTES_;
+  static constexpr int PARTS = 1;
+  static constexpr int COLUMNS = COLUMNS_, BYTES = BYTES_;
   static const uint8_t* block(const Source& s, int64_t n, int64_t u) { return s.row(0, n) + u * BYTES; }
 };
 
@@ -266,7 +283,7 @@ inline void read_nibbles(const uint8_t* from, uint8_t* q) {
   }
 }
 
-// The same with five bits: the fifth bits of 32 columns are the bits of 4 bytes.
+// The same for levels of five bits: the fifth bits of 32 columns are in 4 bytes.
 inline void read_five_bits(const uint8_t* fifth, const uint8_t* nibbles, uint8_t* q) {
   read_nibbles(nibbles, q);
   for (int c = 0; c < 32; c++) q[c] |= (fifth[c / 8] >> c % 8 & 1) << 4;
@@ -277,8 +294,9 @@ inline void read_shared_nibbles(const uint8_t* from, int second, uint8_t* q) {
   for (int c = 0; c < 32; c++) q[c] = from[c] >> 4 * second & 15;
 }
 
+// Blocks of one group, which begin with its scale and, if MINS, its min.
 template <int BYTES, bool MINS>
-struct SmallBlocks : Blocks<32, BYTES> {  // begin with a scale and, with MINS, a min
+struct SmallBlocks : Blocks<32, BYTES> {
   using Scales = HalfScales<MINS, true>;
   static uint16_t scale(const Source& s, int64_t n, int64_t g) { return read_half(SmallBlocks::block(s, n, g)); }
   static uint16_t min(const Source& s, int64_t n, int64_t g) { return read_half(SmallBlocks::block(s, n, g) + 2); }
@@ -352,8 +370,8 @@ struct Q6_K : Blocks<256, 210> {
   using Levels = SixBits;
   using Scales = ByteScales<true>;
   static constexpr int OFFSET = 32;
-  // Each 128 columns have 64 bytes of nibbles (the low nibbles belong to the first 64 columns), and 32
-  // bytes with two more bits for each of their four groups.
+  // Each 128 columns have 64 bytes of nibbles (the low nibbles belong to the first 64 columns), and 32 bytes with the
+  // upper two bits of all four groups.
   static void read(const Source& s, int64_t n, int64_t b, uint8_t* q) {
     const uint8_t* from = block(s, n, b / 8);
     const int part = b % 8 / 4;
@@ -368,7 +386,7 @@ struct Q6_K : Blocks<256, 210> {
 // 4 bits, which are an index into a table of 16 levels.
 struct TableNibbles : Nibbles {
   static constexpr int MOST = 255;
-  // llama.cpp's table with OFFSET added
+  // The table of llama.cpp, plus OFFSET.
   alignas(16) static constexpr uint8_t TABLE[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                     129, 141, 153, 166, 181, 197, 217, 241};
   [[gnu::always_inline]] static void unpack(const uint8_t* group, int step, u8x64 (&levels)[VECTORS]) {
@@ -401,52 +419,60 @@ struct Iq4Xs : Blocks<256, 136> {
 using Formats = std::tuple<Int8<true>, Int4<true>, Int8<false>, Int4<false>, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
                            Q6_K, Iq4Nl, Iq4Xs>;
 
-// Calls work(F()) with the format of this number.
+// Calls work(F()), where F is the format with this index in `Formats`. For other numbers it does nothing.
 template <class Work>
 void with_format(int format, const Work& work) {
+  auto try_format = [&]<size_t I>(std::integral_constant<size_t, I>) __attribute__((always_inline)) {
+    if (int(I) != format) return false;
+    work(std::tuple_element_t<I, Formats>());
+    return true;
+  };
   [&]<size_t... I>(std::index_sequence<I...>) {
-    ((int(I) == format && (work(std::tuple_element_t<I, Formats>()), true)) || ...);
+    (try_format(std::integral_constant<size_t, I>()) || ...);
   }(std::make_index_sequence<std::tuple_size_v<Formats>>());
 }
 
-// The place of the first format with this name, a name of formats.FORMATS, that fits groups of
-// groups_per_scale times 32 columns; -1 if there is none.
+// The index in `Formats` of the first format with this name (a name of formats.FORMATS) that allows a scale for each
+// groups_per_scale groups. -1 if there is none.
 inline int format_named(const std::string& name, int64_t groups_per_scale) {
   int found = -1;
   for (int i = std::tuple_size_v<Formats> - 1; i >= 0; i--)
     with_format(i, [&](auto format) {
       using F = decltype(format);
-      const bool fits = !std::is_same_v<F, Int8<true>> && !std::is_same_v<F, Int4<true>>;
-      if (name == F::NAME && (fits || groups_per_scale == 1)) found = i;
+      const bool is_fixed = std::is_same_v<F, Int8<true>> || std::is_same_v<F, Int4<true>>;
+      if (name == F::NAME && (!is_fixed || groups_per_scale == 1)) found = i;
     });
   return found;
 }
 
 // ---------------------------------------------------------------- packing
 
-// The bytes of a block of 16 rows of Cb groups.
+// The bytes of a packed block of 16 rows with Cb groups each.
 template <class F>
 int64_t packed_block_bytes(int64_t Cb, int64_t groups_per_scale) {
   const int64_t groups = F::Scales::groups(groups_per_scale);
   return (Cb + groups - 1) / groups * F::Scales::BYTES + Cb * F::Levels::LINES * 64;
 }
 
-// Packs rows 16 * block to 16 * block + 15.
+// Packs rows 16 * block to 16 * block + 15 to `to`.
 template <class F>
 void pack_block(const Source& s, int64_t block, int64_t Cb, int64_t groups_per_scale, uint8_t* to) {
   const int64_t groups = F::Scales::groups(groups_per_scale);
   const int64_t n = block * LANES;
   const int lanes = std::min<int64_t>(LANES, s.N - n);
   if (lanes < LANES) std::memset(to, 0, packed_block_bytes<F>(Cb, groups_per_scale));
-  for (int64_t b = 0, u = 0; b < Cb; u++) {
-    const int64_t end = std::min(Cb, b + groups);
-    for (int lane = 0; lane < lanes; lane++) F::Scales::template pack<F>(s, n + lane, u, lane, to);
-    for (to += F::Scales::BYTES; b < end; b++, to += F::Levels::LINES * 64)
+  int64_t b = 0;
+  for (int64_t superblock = 0; b < Cb; superblock++) {
+    for (int lane = 0; lane < lanes; lane++) F::Scales::template pack<F>(s, n + lane, superblock, lane, to);
+    to += F::Scales::BYTES;
+    for (const int64_t end = std::min(Cb, b + groups); b < end; b++) {
       for (int lane = 0; lane < lanes; lane++) {
         uint8_t q[GROUP] = {};
         F::read(s, n + lane, b, q);
         F::Levels::pack(q, lane, to);
       }
+      to += F::Levels::LINES * 64;
+    }
   }
 }
 

@@ -73,8 +73,7 @@ MORE_FUSED_FIELDS = (
     "experts",
 )
 
-# The tensors of a recurrent.ConvState (the first two) or DeltaState, in the order in which `blocks`
-# takes them.
+# The tensors of a recurrent.ConvState (the first two) or DeltaState. `blocks` takes a list of each.
 STATE_TENSORS = ("base", "tail", "matrix", "keys", "deltas", "decays")
 
 MAX_CONV_WIDTH = 16  # the widest convolution that `blocks` computes
@@ -242,7 +241,8 @@ class FusedBlocks(Registered):
         self.modules = [mixer._modules for mixer in mixers if not mixer.state.is_recurrent]
         self.experts = [layer for block in blocks for layer in block.mlp.sparse]
         states = [mixer.state for mixer in mixers if mixer.state.is_recurrent]
-        self.states = [(state, state_names(state)) for state in states]
+        # Their tensors do not exist yet.
+        self.states = {name: [s for s in states if name in s.shapes(torch.float32)] for name in STATE_TENSORS}
         self.keep(torch.ops.fastpath.release_blocks, self.handles, blocks, dtype)
 
     def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
@@ -254,7 +254,7 @@ class FusedBlocks(Registered):
             slopes = positions.slopes
             query_scales = positions.query_scales
         caches = [modules["cache"]._buffers for modules in self.modules]
-        states = [state._buffers[name] for state, names in self.states for name in names]
+        states = [[state._buffers[name] for state in states] for name, states in self.states.items()]
         return torch.ops.fastpath.blocks.default(
             x,
             input_pos,
@@ -265,7 +265,7 @@ class FusedBlocks(Registered):
             query_scales,
             [cache["k"] for cache in caches],
             [cache["v"] for cache in caches],
-            states,
+            *states,
             [experts.counts for experts in self.experts],
             self.handles,
         )
@@ -278,7 +278,8 @@ class DraftKeys(Registered):
     def __init__(self, layer: nn.Module, dtype: torch.dtype):
         self.block = prepare_block(layer.block, dtype, only_keys=True)
         self.proj = prepare(layer.proj)
-        self.norms = [layer.embedding_norm.weight.float(), layer.hidden_norm.weight.float()]
+        self.embedding_norm = layer.embedding_norm.weight.float()
+        self.hidden_norm = layer.hidden_norm.weight.float()
         self.keep(torch.ops.fastpath.release_blocks, [self.block], layer, dtype)
 
     def __call__(self, layer, embedded: Tensor, hidden: Tensor, input_pos: Tensor, rows: Tensor | None):
@@ -293,47 +294,33 @@ class DraftKeys(Registered):
             layer.hidden.tail,
             attention.cache.k,
             attention.cache.v,
-            self.norms,
+            self.embedding_norm,
+            self.hidden_norm,
             self.proj.handle,
             self.block,
         )
 
 
-def state_names(state: nn.Module) -> tuple[str, ...]:
-    """Those of STATE_TENSORS that a recurrent.ConvState has."""
-    return tuple(name for name in STATE_TENSORS if name in state.shapes(torch.float32))
-
-
 def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> int:
     """Register a block's weights with the kernels, for activations of this dtype, and return a
     handle to them. only_keys: the block writes keys and values, and does nothing else."""
-    config = block.config
-    own = block.mixer.block_arguments()
-    head_norms = own.get("head_norms", [None, None])
-    vectors = own.get("vectors", [None] * 4)
-    experts = [] if only_keys else [layer.run.handle for layer in block.mlp.sparse]
-
-    tensors = []
-    for norm in (block.attention_norm, block.mlp_norm):
-        tensors += [getattr(norm, "weight", None), getattr(norm, "bias", None)]
-    for norm in (*head_norms, block.attention_post_norm, block.mlp_post_norm):
-        tensors.append(getattr(norm, "weight", None))
     linears = block.linears[:1] if only_keys else block.linears
-    layers = [prepare(layer) for layer in linears]  # the block keeps them when released
-    sizes = [config.n_head, config.n_kv_head, config.head_dim, config.dim, config.hidden_dim]
-    sizes += [own.get("gate_heads", 0), *own.get("net_sizes", [0] * 4)]
+    experts = [] if only_keys else [layer.run.handle for layer in block.mlp.sparse]
+    layers = {name: prepare(layer) for name, layer in zip(("qkv", "out", "up", "down"), linears)}
     return torch.ops.fastpath.prepare_block(
-        tensors + vectors,
-        [layer.handle for layer in layers],
-        sizes,
-        dtype,
-        own.get("window"),
-        own.get("scale", 1.0),
-        config.norm_eps,
-        block.residual_scale,
-        config.mlp,
-        config.qk_norm_whole,
-        block.post_norm_residual,
-        block.rope_table,
-        experts[0] if experts else None,
+        dtype=dtype,
+        eps=block.config.norm_eps,
+        residual_scale=block.residual_scale,
+        post_norm_residual=block.post_norm_residual,
+        activation=block.config.mlp,
+        attention_norm=getattr(block.attention_norm, "weight", None),
+        attention_norm_bias=getattr(block.attention_norm, "bias", None),
+        attention_post_norm=getattr(block.attention_post_norm, "weight", None),
+        mlp_norm=getattr(block.mlp_norm, "weight", None),
+        mlp_norm_bias=getattr(block.mlp_norm, "bias", None),
+        mlp_post_norm=getattr(block.mlp_post_norm, "weight", None),
+        experts=experts[0] if experts else None,
+        **{name: layer.handle for name, layer in layers.items()},  # the block keeps the layers
+        rope_table=block.rope_table,
+        **block.mixer.block_arguments(),
     )

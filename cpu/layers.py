@@ -67,9 +67,10 @@ class PreparedExperts(Registered):
         router, gate_up, down, *shared = map(prepare, layers)
         if shared:
             router = PreparedLayer("stack_layers", [router, shared[0]], None)
-        sizes = [X, k, layers[1].in_features, layers[2].in_features, layers[-1].in_features if shared else 0]
-        handles = [layer.handle for layer in (router, gate_up, down, *shared[1:])]  # the experts keep the layers
-        self.handle = torch.ops.fastpath.prepare_experts(handles, sizes, normalized, dtype)
+        shared_gate_up, shared_down = [layer.handle for layer in shared[1:]] or (None, None)
+        self.handle = torch.ops.fastpath.prepare_experts(  # the experts keep the layers
+            router.handle, gate_up.handle, down.handle, shared_gate_up, shared_down, X, k, normalized, dtype
+        )
         # The arguments are not the SparseMLP: a copy of that contains this copy.
         self.keep(torch.ops.fastpath.release_experts, [self.handle], layers, X, k, normalized, dtype)
 

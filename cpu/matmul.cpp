@@ -10,12 +10,12 @@ namespace fastpath {
 constexpr int AMX_BF16_PREFETCH_DISTANCE = 2048;  // bytes, in products with bfloat16 weights
 constexpr int MIN_AMX_ROWS = 9;  // of x for quantized weights; for fewer, vpdpbusd is faster
 
-// A block of packed bfloat16 weights times COUNT tiles of rows of x, which begin at x[0], x[1] ...: acc
-// (COUNT,rows,16).
+// acc (COUNT,rows,16) = a block of packed bfloat16 weights times COUNT tiles of rows of x, which begin at x[0], x[1]
+// and so on.
 template <int COUNT>
 void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT], float (&acc)[COUNT][LANES * LANES]) {
   const bf16* w = (const bf16*)p.weight + block * p.Cb * GROUP * LANES;
-// The numbers of tiles are part of the instructions, so macros take the place of loops.
+// Instructions name tiles by constants, so there are macros instead of loops.
 #define FOR_EACH_TILE(STATEMENT)             \
   if constexpr (COUNT > 0) { STATEMENT(0); } \
   if constexpr (COUNT > 1) { STATEMENT(1); } \
@@ -40,8 +40,8 @@ void block_dot_amx(const Linear& p, int64_t block, const bf16* const (&x)[COUNT]
 #undef STORE
 }
 
-// Prefetches a stream of cache lines. Few prefetches can be under way at a time, so they are spread over the other
-// instructions.
+// Prefetches a stream of cache lines. The processor waits for few prefetches at a time, so they are spread over other
+// work.
 struct Ahead {
   const uint8_t* at;
   void prefetch(int lines) {
@@ -51,8 +51,8 @@ struct Ahead {
 
 constexpr int AMX_GROUPS = 6;  // groups of quantized weights that are multiplied before the first result is stored
 
-// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit
-// weights. group_bytes: the bytes of a group of q. lines: how many lines to prefetch for each group.
+// dots[i] (rows,16) = the int32 dot products of group i of rows of q with group i of a block of 8-bit weights.
+// group_bytes: the bytes of a group of q. lines: how many lines to prefetch for each group.
 template <int COUNT>
 void multiply_groups(const int8_t* q, int64_t group_bytes, const void* const (&weights)[COUNT],
                      __m512i (&dots)[AMX_GROUPS][LANES], Ahead& ahead, int lines) {
@@ -76,13 +76,13 @@ void multiply_groups(const int8_t* q, int64_t group_bytes, const void* const (&w
 #undef STORE
 }
 
-// A block of packed weights times a tile of rows of x that are quantized to 8 bits, from row m0: acc (rows,16). The
-// bits are those of block_dot_int8.
+// acc (rows,16) = a block of packed weights times a tile of rows of x that are quantized to 8 bits, from row m0. It
+// gives the same bits as block_dot_int8.
 template <class F>
 void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t m0, int rows, __m512* acc) {
   using L = typename F::Levels;
   using S = typename F::Scales;
-  constexpr bool IS_TILE = std::is_same_v<L, Bytes>;  // a group is stored as the tile that AMX reads
+  constexpr bool IS_TILE = std::is_same_v<L, Bytes>;  // a group is stored in the layout of a tile
   Stream<F> stream(p, block);
   Ahead ahead{stream.next + S::BYTES + PREFETCH_DISTANCE};
   __m512i dots[AMX_GROUPS][LANES];
@@ -108,8 +108,10 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
     const int64_t first = x.at(m0, b);
     const int64_t next = x.rows_of_tile(m0);
     multiply_groups<COUNT>(x.q + first * GROUP, next * GROUP, weights, dots, ahead, L::LINES / 2);
-    for (int m = 0, due = 0; m < rows; m++) {  // the other half of the prefetches is spread evenly over the rows
-      for (due += COUNT * (L::LINES - L::LINES / 2); due >= rows; due -= rows) ahead.prefetch(1);
+    int due = 0;  // the other half of the prefetches is spread evenly over the rows
+    for (int m = 0; m < rows; m++) {
+      due += COUNT * (L::LINES - L::LINES / 2);
+      for (; due >= rows; due -= rows) ahead.prefetch(1);
       __m512 sum = acc[m];
 #pragma GCC unroll 6
       for (int g = 0; g < COUNT; g++) {
@@ -128,8 +130,8 @@ void block_dot_amx_int8(const Linear& p, int64_t block, const Input& x, int64_t 
   if (b < p.Cb) add_groups(Int<1>());
 }
 
-// A block of packed weights times rows m..stop of x that are quantized. AMX multiplies 16 rows also where the last tile
-// has fewer; what it finds in their places is not used.
+// A block of packed weights times rows m..stop of x that are quantized. AMX multiplies 16 rows, even if the last tile
+// has fewer; the results of the missing rows are not used.
 template <class F, class T>
 void packed_block_amx_int8(const Linear& l, int64_t block, const Input& x, int64_t m, int64_t stop, const T* residual,
                            T* out) {
@@ -166,9 +168,30 @@ void packed_block_amx(const Linear& l, int64_t block, const Input& x, int64_t m,
 
 int64_t units(const Linear& l) { return l.format == DENSE ? l.N : (l.N + LANES - 1) / LANES; }
 
-// Units begin..end of the rows l of a layer's matrix; residual and out are those of the layer. The first line that
-// fits says which product runs. M counts all rows of x, or those of each 256 (MAX_ROWS) in the last two lines; x in
-// float32 makes l `exact`. All products of quantized weights that are not exact give the same bits.
+// Rows begin..end of a piece that is not packed.
+template <class T>
+void multiply_dense(const Linear& l, const Input& in, int64_t M, int64_t begin, int64_t end, const T* residual,
+                    T* out) {
+  const T* w = (const T*)l.weight;
+  const T* x = (const T*)in.x;
+  const T* bias = (const T*)l.bias;
+  int64_t n = begin;
+  auto rows = [&](auto count) {
+    constexpr int NT = decltype(count)::value;
+    auto at = [&](const T* p, int64_t i) { return p ? p + i : nullptr; };
+    const T* add = at(residual, l.first + n);
+    linear_rows<T, NT>(w + n * l.C, x, at(bias, n), add, out + l.first + n, M, l.stride, l.C);
+    n += NT;
+  };
+  // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
+  while (M >= 8 && n + 2 <= end) rows(Int<2>());  // times 8 rows of x
+  while (M > 2 && n + 4 <= end) rows(Int<4>());   // times 4 rows of x
+  while (n < end) rows(Int<1>());
+}
+
+// Multiplies units begin..end of a piece of a layer. The first line that fits says which product runs. M is the number
+// of rows of x; in the last two lines, it is the number in each slice of up to 256 rows (MAX_ROWS). If x is in float32,
+// l is `exact`. All products of quantized weights that are not exact give the same bits.
 //   weights                   instructions  M             product
 //   not packed                any           any           linear_rows
 //   bfloat16, packed          AMX           any           packed_block_amx
@@ -178,30 +201,12 @@ int64_t units(const Linear& l) { return l.format == DENSE ? l.N : (l.N + LANES -
 //   quantized                 any           28 and fewer  packed_block, block_dot_int8
 //   quantized                 any           29 and more   packed_blocks, and packed_block for a block that is left over
 template <class T>
-void multiply_units(const Linear& l, const Input& in, int64_t M, int64_t begin, int64_t end, const T* residual, T* out) {
-  const int64_t C = l.C;
-  if (l.format == DENSE) {
-    const T* w = (const T*)l.weight;
-    const T* x = (const T*)in.x;
-    const T* bias = (const T*)l.bias;
-    int64_t n = begin;
-    auto rows = [&](auto count) {
-      constexpr int NT = decltype(count)::value;
-      auto at = [&](const T* p, int64_t i) { return p ? p + i : nullptr; };
-      const T* add = at(residual, l.first + n);
-      linear_rows<T, NT>(w + n * C, x, at(bias, n), add, out + l.first + n, M, l.stride, C);
-      n += NT;
-    };
-    // One row of W at a time reads memory fastest. With more rows of x, several rows of W at a time save reads of x.
-    while (M >= 8 && n + 2 <= end) rows(Int<2>());  // times 8 rows of x
-    while (M > 2 && n + 4 <= end) rows(Int<4>());  // times 4 rows of x
-    while (n < end) rows(Int<1>());
-    return;
-  }
+void multiply_units(const Linear& l, const Input& in, int64_t M, int64_t begin, int64_t end, const T* residual,
+                    T* out) {
+  if (l.format == DENSE) return multiply_dense(l, in, M, begin, end, residual, out);
   auto by_rows = [&](const auto& run_blocks) {
-    for (int64_t start = 0, stop; start < M; start = stop) {
-      stop = std::min<int64_t>(M, start + MAX_ROWS);
-      run_blocks(begin, start, stop);
+    for (int64_t start = 0; start < M; start += MAX_ROWS) {
+      run_blocks(begin, start, std::min<int64_t>(M, start + MAX_ROWS));
     }
   };
 #ifdef HAS_AMX

@@ -1,4 +1,5 @@
-// The keys and values of the layer that drafts tokens (mixers/mtp.py), as one operation.
+// The keys and values of an MTP layer (mixers/mtp.py) as one operation. The input of the layer for a token is the embedding of
+// the token, and the model's hidden state of the token before.
 
 #pragma once
 
@@ -9,18 +10,22 @@ namespace fastpath {
 // One call of the operation: see write_draft_keys.
 template <class T>
 struct DraftKeys {
-  Block<T> block;      // writes the keys and values
-  int64_t B, S, D, M;  // M = B * S tokens
-  const int64_t *positions, *rows;  // (B,S); (B,) or null
-  const T *embedded, *hidden;       // (M,D)
-  const float *embedding_norm, *hidden_norm;  // (D,)
+  Block<T> block;               // writes the keys and values
+  int64_t B, S, D, M;           // M = B * S tokens
+  const int64_t* positions;     // (B,S)
+  const int64_t* rows;          // (B,) or null
+  const T* embedded;            // (M,D)
+  const T* hidden;              // (M,D)
+  const float* embedding_norm;  // (D,)
+  const float* hidden_norm;     // (D,)
   float eps;
-  T* tail;  // (R,tail_size+1,D): the latest hidden states
-  Layer proj;
-  std::vector<int64_t> counts;  // of each batch row's tokens
+  T* tail;                      // (R,tail_size+1,D): the latest hidden states
+  Layer proj;                   // (D,2D), joins an embedding and a hidden state
+  std::vector<int64_t> counts;  // how many tokens each batch row has, without padding
 
   // Temporary arrays, from allocate():
-  T *pairs, *joined;  // (M,2D), (M,D)
+  T* pairs;   // (M,2D)
+  T* joined;  // (M,D)
   Input to_proj;
 
   static constexpr int64_t tail_size = DELTA_WINDOW + 1;
@@ -38,6 +43,7 @@ struct DraftKeys {
     return tail + (row * (tail_size + 1) + position % tail_size) * D;
   }
 
+  // Stores the latest hidden states of each row.
   void write_tail(const Team& team) const {
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {

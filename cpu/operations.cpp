@@ -279,26 +279,35 @@ Tensor gated_delta(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
 Handles<PreparedExperts> prepared_experts;
 
-// Returns a handle of the experts of a sparse layer.
-//   layers  handles of the router (with a shared expert: and of its gate, as one layer), of the experts' gate_up and
-//           down, and of the shared expert's gate_up and down, if there is one
-//   sizes   X, k, D, F, and F of the shared expert or 0
-//   dtype   of the activations
-int64_t prepare_experts(at::IntArrayRef layers, at::IntArrayRef sizes, bool normalized, at::ScalarType dtype) {
-  TORCH_CHECK(sizes.size() == 5 && layers.size() == (sizes[4] ? 5 : 3), "5 sizes, 3 or 5 layers expected");
-  PreparedExperts p{{}, dtype, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], normalized};
-  TORCH_CHECK(0 < p.k && p.k <= p.X, p.k, " of ", p.X, " experts");
-  for (int64_t layer : layers) p.layers.push_back(prepared_layers.get(layer));
-  p.router = p.layers[0]->checked(at::kFloat, p.X + (p.shared_F > 0), p.D);
-  const Layer gate_up = p.layers[1]->checked(dtype, -1, p.D);
-  const Layer down = p.layers[2]->checked(dtype, -1, p.F);
-  for (int64_t e = 0; e < p.X; e++) {
-    p.gate_up.push_back(layer_of_expert(*p.layers[1], gate_up, e, p.X, 2 * p.F));
-    p.down.push_back(layer_of_expert(*p.layers[2], down, e, p.X, p.D));
+// Returns a handle of the experts of a sparse layer, of which each token uses k of X. The arguments are handles:
+//   router          (X,D); with a shared expert (X+1,D), where the last row is the gate of that expert
+//   gate_up, down   (2F,D) and (D,F) of each expert, expert after expert
+//   shared_gate_up  and shared_down, of the shared expert, or None
+// normalized: the weights of the chosen experts are divided by their sum. dtype: of the activations.
+int64_t prepare_experts(int64_t router, int64_t gate_up, int64_t down, std::optional<int64_t> shared_gate_up,
+                        std::optional<int64_t> shared_down, int64_t X, int64_t k, bool normalized,
+                        at::ScalarType dtype) {
+  TORCH_CHECK(0 < k && k <= X, k, " of ", X, " experts");
+  TORCH_CHECK(shared_gate_up.has_value() == shared_down.has_value(), "a shared expert has gate_up and down");
+  PreparedExperts p{.dtype = dtype, .X = X, .k = k, .normalized = normalized};
+  auto prepared = [&](int64_t handle) { return p.layers.emplace_back(prepared_layers.get(handle)); };
+  const auto prepared_router = prepared(router);
+  const auto prepared_up = prepared(gate_up);
+  const auto prepared_down = prepared(down);
+  p.D = prepared_router->layer.C;
+  p.F = prepared_down->layer.C;
+  p.router = prepared_router->checked(at::kFloat, X + shared_down.has_value(), p.D);
+  const Layer all_up = prepared_up->checked(dtype, -1, p.D);
+  const Layer all_down = prepared_down->checked(dtype, -1, p.F);
+  for (int64_t e = 0; e < X; e++) {
+    p.gate_up.push_back(layer_of_expert(*prepared_up, all_up, e, X, 2 * p.F));
+    p.down.push_back(layer_of_expert(*prepared_down, all_down, e, X, p.D));
   }
-  if (p.shared_F) {
-    p.gate_up.push_back(p.layers[3]->checked(dtype, 2 * p.shared_F, p.D));
-    p.down.push_back(p.layers[4]->checked(dtype, p.D, p.shared_F));
+  if (shared_down) {
+    const auto prepared_shared = prepared(*shared_down);
+    p.shared_F = prepared_shared->layer.C;
+    p.gate_up.push_back(prepared(*shared_gate_up)->checked(dtype, 2 * p.shared_F, p.D));
+    p.down.push_back(prepared_shared->checked(dtype, p.D, p.shared_F));
   }
   return prepared_experts.add(std::move(p));
 }
@@ -342,218 +351,276 @@ Tensor sparse_mlp(const Tensor& x, const Tensor& input_pos, const Tensor& counts
 
 Handles<PreparedBlock> prepared_blocks;
 
-// Returns a handle of a block for the operation `blocks`.
-//   norms       weight and bias of the norms before attention and MLP, then the weights of q_norm,
-//               k_norm and the norms after attention and MLP. With a gated delta net also the weights
-//               of its convolution (width,channels), the weight and bias of its decay, and its norm.
-//               With a short convolution also its weights (width,channels) and its bias
-//   layers      handles of qkv (or what is in its place), out, up (or gate and up), down; or of qkv and out alone,
-//               if the block has experts; or of qkv alone, then the block only writes keys and values
-//   experts     of prepare_experts, or None
-//   sizes       H, K, E, D, F, the heads with gates, then n, m, dk, dv of a gated delta net, or zeros
-//   activation  the MLP's, as in Config.mlp
-int64_t prepare_block(const c10::List<MaybeTensor>& norms, at::IntArrayRef layers, at::IntArrayRef sizes,
-                      at::ScalarType dtype, std::optional<int64_t> window, double scale, double eps,
-                      double residual_scale, std::string_view activation, bool qk_norm_whole, bool post_norm_residual,
-                      int64_t rope_table, std::optional<int64_t> experts) {
-  PreparedBlock p;
-  p.only_keys = layers.size() == 1;
-  TORCH_CHECK(norms.size() == 12 && sizes.size() == 10 && (p.only_keys || layers.size() == (experts ? 2 : 4)),
-              "12 norms, 4 layers, 10 sizes expected");
-  for (const MaybeTensor norm : norms) p.norms.push_back(norm ? MaybeTensor(norm->to(at::kFloat)) : norm);
-  p.H = sizes[0];
-  p.K = sizes[1];
-  p.E = sizes[2];
-  p.D = sizes[3];
-  p.F = sizes[4];
-  p.dtype = dtype;
-  p.gates = sizes[5];
-  TORCH_CHECK(p.gates == 0 || p.gates == p.H, p.gates, " gates for ", p.H, " heads");
-  p.window = window.value_or(std::numeric_limits<int64_t>::max()), p.scale = scale;
-  auto vector = [&](int i, int64_t size) {
-    return checked(p.norms[i], "weight of a norm", at::kFloat, {size}) ? p.norms[i]->const_data_ptr<float>() : nullptr;
-  };
-  auto linear = [&](int i, int64_t N, int64_t C) {
-    p.layers.push_back(prepared_layers.get(layers[i]));
-    return p.layers.back()->checked(p.dtype, N, C);
-  };
-  DeltaNet& net = p.net;
-  net.n = sizes[6];
-  net.m = sizes[7];
-  net.dk = sizes[8];
-  net.dv = sizes[9];
-  Convolution& conv = p.conv;
-  if (p.norms[8]) {
-    conv.width = checked(*p.norms[8], "conv", at::kFloat, {-1, -1}).size(0), conv.channels = p.norms[8]->size(1);
-    TORCH_CHECK(conv.width <= MAX_CONV_WIDTH, "a convolution over ", conv.width, " positions");
-    conv.weight = p.norms[8]->const_data_ptr<float>();
-    conv.bias = nullptr;
-  }
-  if (net.m) {
-    TORCH_CHECK(net.n > 0 && net.m % net.n == 0 && conv.channels == 2 * net.n * net.dk + net.m * net.dv,
-                "a gated delta net of ", net.n, " key heads, ", net.m, " value heads and ", conv.channels, " channels");
-    net.decay_weight = vector(9, net.m);
-    net.decay_bias = vector(10, net.m);
-    net.norm = vector(11, net.dv);
-    p.qkv = linear(0, conv.channels + net.m * net.dv + 2 * net.m, p.D), p.out = linear(1, p.D, net.m * net.dv);
-  } else if (conv.channels) {
-    conv.bias = vector(9, conv.channels);
-    p.qkv = linear(0, 3 * conv.channels, p.D), p.out = linear(1, p.D, conv.channels);
-  } else {
-    p.qkv = linear(0, (p.H + p.gates + 2 * p.K) * p.E, p.D);
-    if (!p.only_keys) p.out = linear(1, p.D, p.H * p.E);
-  }
-  p.gated = activation != "gelu";
-  p.gelu = activation != "swiglu";
+// A weight of a norm or another vector, in float32, which `p` owns from now on. Null if it is None.
+const float* keep_floats(PreparedBlock& p, const MaybeTensor& vector, const char* name, at::IntArrayRef sizes) {
+  if (!vector) return nullptr;
+  p.tensors.push_back(vector->to(at::kFloat));
+  return checked(p.tensors.back(), name, at::kFloat, sizes).const_data_ptr<float>();
+}
+
+// A layer (N,C), which `p` owns from now on.
+Layer keep_layer(PreparedBlock& p, std::optional<int64_t> handle, int64_t N, int64_t C) {
+  TORCH_CHECK(handle, "a block without a layer of ", N, " outputs and ", C, " inputs");
+  return p.layers.emplace_back(prepared_layers.get(*handle))->checked(p.dtype, N, C);
+}
+
+// The MLP, or the experts.
+void keep_mlp(PreparedBlock& p, std::optional<int64_t> up, std::optional<int64_t> down,
+              std::optional<int64_t> experts) {
   if (experts) {
     p.experts = prepared_experts.get(*experts);
     TORCH_CHECK(p.experts->D == p.D && p.experts->dtype == p.dtype, "experts of D ", p.experts->D, " in ",
-                p.experts->dtype);
-  } else if (!p.only_keys) {
-    p.up = linear(2, p.gated ? 2 * p.F : p.F, p.D), p.down = linear(3, p.D, p.F);
+                p.experts->dtype, ", a block of D ", p.D, " in ", p.dtype);
+    return;
   }
-  for (int i = 0; i < 2; i++) {
-    p.attention_norm[i] = vector(i, p.D);
-    p.mlp_norm[i] = vector(2 + i, p.D);
-  }
-  p.qk_norm_whole = qk_norm_whole;
-  p.q_norm = vector(4, qk_norm_whole ? p.H * p.E : p.E);
-  p.k_norm = vector(5, qk_norm_whole ? p.K * p.E : p.E);
-  p.attention_post_norm = vector(6, p.D);
-  p.mlp_post_norm = vector(7, p.D);
+  TORCH_CHECK(down, "a block has an MLP or experts");
+  p.F = prepared_layers.get(*down)->layer.C;
+  p.up = keep_layer(p, up, p.activation.gated ? 2 * p.F : p.F, p.D);
+  p.down = keep_layer(p, down, p.D, p.F);
+}
+
+// Returns a handle of a block for the operation `blocks`. The fields of PreparedBlock explain the arguments. Each token
+// mixer has its own arguments; for other mixers, they are 0 or None. Layers are handles.
+int64_t prepare_block(
+    at::ScalarType dtype, double eps, double residual_scale, bool post_norm_residual, std::string_view activation,
+    // The norms before and after the token mixer and the MLP, and the layers. A sparse block has `experts` and neither
+    // up nor down. A block with no layer except qkv only writes keys and values.
+    const MaybeTensor& attention_norm, const MaybeTensor& attention_norm_bias, const MaybeTensor& attention_post_norm,
+    const MaybeTensor& mlp_norm, const MaybeTensor& mlp_norm_bias, const MaybeTensor& mlp_post_norm, int64_t qkv,
+    std::optional<int64_t> out, std::optional<int64_t> up, std::optional<int64_t> down, std::optional<int64_t> experts,
+    // Attention:
+    int64_t H, int64_t K, int64_t E, int64_t gates, double scale, std::optional<int64_t> window, int64_t rope_table,
+    bool qk_norm_whole, const MaybeTensor& q_norm, const MaybeTensor& k_norm,
+    // A gated delta net or a short convolution: its weight is (width,channels).
+    const MaybeTensor& conv_weight, const MaybeTensor& conv_bias,
+    // A gated delta net:
+    int64_t n, int64_t m, int64_t dk, int64_t dv, const MaybeTensor& decay_weight, const MaybeTensor& decay_bias,
+    const MaybeTensor& delta_norm) {
+  PreparedBlock p{};
+  p.dtype = dtype;
+  p.D = prepared_layers.get(qkv)->layer.C;
   p.eps = eps;
   p.residual_scale = residual_scale;
   p.post_norm_residual = post_norm_residual;
-  p.rope_table = rope_table;
+  p.activation = {.gated = activation != "gelu", .gelu = activation != "swiglu"};
+  p.attention_norm.weight = keep_floats(p, attention_norm, "attention_norm", {p.D});
+  p.attention_norm.bias = keep_floats(p, attention_norm_bias, "attention_norm_bias", {p.D});
+  p.attention_post_norm = keep_floats(p, attention_post_norm, "attention_post_norm", {p.D});
+  p.mlp_norm.weight = keep_floats(p, mlp_norm, "mlp_norm", {p.D});
+  p.mlp_norm.bias = keep_floats(p, mlp_norm_bias, "mlp_norm_bias", {p.D});
+  p.mlp_post_norm = keep_floats(p, mlp_post_norm, "mlp_post_norm", {p.D});
+
+  int64_t mixer_inputs;  // the outputs of qkv
+  int64_t mixer_outputs;
+  if (conv_weight) {
+    p.conv.width = conv_weight->size(0);
+    p.conv.channels = conv_weight->size(-1);
+    TORCH_CHECK(p.conv.width <= MAX_CONV_WIDTH, "a convolution over ", p.conv.width, " positions");
+    p.conv.weight = keep_floats(p, conv_weight, "conv_weight", {p.conv.width, p.conv.channels});
+    p.conv.bias = keep_floats(p, conv_bias, "conv_bias", {p.conv.channels});
+    mixer_inputs = 3 * p.conv.channels;
+    mixer_outputs = p.conv.channels;
+  } else {
+    p.H = H;
+    p.K = K;
+    p.E = E;
+    p.gates = gates;
+    TORCH_CHECK(gates == 0 || gates == H, gates, " gates for ", H, " heads");
+    p.window = window.value_or(std::numeric_limits<int64_t>::max());
+    p.scale = scale;
+    p.rope_table = rope_table;
+    p.qk_norm_whole = qk_norm_whole;
+    p.q_norm = keep_floats(p, q_norm, "q_norm", {qk_norm_whole ? H * E : E});
+    p.k_norm = keep_floats(p, k_norm, "k_norm", {qk_norm_whole ? K * E : E});
+    p.only_keys = !out;
+    mixer_inputs = (H + gates + 2 * K) * E;
+    mixer_outputs = H * E;
+  }
+  if (m) {
+    p.net = {.n = n, .m = m, .dk = dk, .dv = dv};
+    TORCH_CHECK(n > 0 && m % n == 0 && p.conv.channels == 2 * n * dk + m * dv, "a gated delta net of ", n,
+                " key heads, ", m, " value heads and ", p.conv.channels, " channels");
+    p.net.decay_weight = keep_floats(p, decay_weight, "decay_weight", {m});
+    p.net.decay_bias = keep_floats(p, decay_bias, "decay_bias", {m});
+    p.net.norm = keep_floats(p, delta_norm, "delta_norm", {dv});
+    mixer_inputs = p.conv.channels + m * dv + 2 * m;
+    mixer_outputs = m * dv;
+  }
+  p.qkv = keep_layer(p, qkv, mixer_inputs, p.D);
+  if (p.only_keys) return prepared_blocks.add(std::move(p));
+
+  p.out = keep_layer(p, out, p.D, mixer_outputs);
+  keep_mlp(p, up, down, experts);
   return prepared_blocks.add(std::move(p));
 }
 
-// How many tensors the state of a block has, other than keys and values.
-size_t state_tensors(const PreparedBlock& p) { return p.net.m ? 6 : p.conv.channels ? 2 : 0; }
-
 void release_blocks(at::IntArrayRef handles) { prepared_blocks.release(handles); }
 
-// cos and sin have a tensor for each RoPE table, with the values for x's tokens; they are empty if the
-// model does not use RoPE. query_scales has a value for each slot. k_caches and v_caches have a tensor
-// for each block with attention. states has two for each other block, base and tail of its
-// recurrent.ConvState, and with a gated delta net also matrix, keys, deltas and decays. counts has a
-// tensor for each sparse block: see SparseMLP.set_counts.
+// What all blocks of one call of `blocks` share.
+struct BlocksCall {
+  Tensor input_pos;            // (B,S)
+  MaybeTensor rows;            // (B,)
+  int64_t B, S, D;
+  at::TensorList cos;          // (B,S,1,E) of each RoPE table; empty if the model does not use RoPE
+  at::TensorList sin;          // the same
+  MaybeTensor slopes;          // (H,)
+  MaybeTensor query_scales;    // (slots,1,1)
+  std::vector<DeltaRun> runs;  // if there are recurrent states
+  int64_t R = 0;               // rows of the recurrent states
+};
+
+// Sets what a block with attention needs.
+template <class T>
+void set_attention(Block<T>& block, const BlocksCall& call, const Tensor& k_cache, const Tensor& v_cache) {
+  const PreparedBlock& p = block.prepared;
+  const int64_t B = call.B, S = call.S;
+  block.attention = checked_attention<T>(B, S, p.H, k_cache, v_cache, call.input_pos, call.rows, call.slopes, p.window,
+                                         p.scale);
+  const Attention<T>& a = block.attention;
+  TORCH_CHECK(p.K == a.K && p.E == a.E, "a block has K ", p.K, ", E ", p.E, ", not k_cache ", k_cache.sizes());
+  block.k = k_cache.data_ptr<T>();
+  block.v = v_cache.data_ptr<T>();
+  block.query_scales = data<float>(checked(call.query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
+  if (call.cos.empty()) return;
+  const int64_t tables = call.cos.size();
+  TORCH_CHECK(p.rope_table < tables && call.cos.size() == call.sin.size(), "RoPE table ", p.rope_table, " of ", tables);
+  const Tensor& cos = call.cos[p.rope_table];
+  const Tensor& sin = call.sin[p.rope_table];
+  block.cos = checked(cos, "cos", at::kFloat, {B, S, 1, p.E}).template const_data_ptr<float>();
+  block.sin = checked(sin, "sin", at::kFloat, {B, S, 1, p.E}).template const_data_ptr<float>();
+}
+
+// Sets what a block with a recurrent token mixer needs: the tensors of its recurrent.ConvState.
+template <class T>
+void set_conv_state(Block<T>& block, const BlocksCall& call, const Tensor& base, const Tensor& tail) {
+  const Convolution& conv = block.prepared.conv;
+  const int64_t R = checked(base, "base", at::kLong, {-1}).size(0);
+  TORCH_CHECK(R == call.R, "states of ", R, " and ", call.R, " rows");
+  block.base = base.data_ptr<int64_t>();
+  block.runs = &call.runs;
+  check_pending(call.runs, block.base);
+  const at::ScalarType dtype = c10::CppTypeToScalarType<T>::value;
+  block.tail = checked(tail, "tail", dtype, {R, conv.tail_size() + 1, conv.channels}).template data_ptr<T>();
+  block.attention.B = call.B;
+  block.attention.S = call.S;
+  block.attention.positions = call.input_pos.template const_data_ptr<int64_t>();
+  block.attention.rows = data<int64_t>(call.rows);
+}
+
+// Checks that the lists of `blocks` have a tensor for each block of a kind.
+void check_counts(const std::vector<std::shared_ptr<const PreparedBlock>>& prepared, at::TensorList k_caches,
+                  at::TensorList v_caches, at::TensorList bases, at::TensorList tails, at::TensorList matrices,
+                  at::TensorList keys, at::TensorList deltas, at::TensorList decays, at::TensorList expert_counts) {
+  size_t attentions = 0;
+  size_t recurrent = 0;
+  size_t delta_nets = 0;
+  size_t sparse = 0;
+  for (const auto& block : prepared) {
+    attentions += !block->conv.channels;
+    recurrent += block->conv.channels > 0;
+    delta_nets += block->net.m > 0;
+    sparse += block->experts != nullptr;
+  }
+  TORCH_CHECK(k_caches.size() == attentions && v_caches.size() == attentions, k_caches.size(), " caches for ",
+              attentions, " blocks with attention");
+  TORCH_CHECK(bases.size() == recurrent && tails.size() == recurrent, bases.size(), " states for ", recurrent,
+              " recurrent blocks");
+  TORCH_CHECK(matrices.size() == delta_nets && keys.size() == delta_nets && deltas.size() == delta_nets &&
+                  decays.size() == delta_nets,
+              matrices.size(), " states for ", delta_nets, " gated delta nets");
+  TORCH_CHECK(expert_counts.size() == sparse, expert_counts.size(), " counts for ", sparse, " sparse blocks");
+}
+
+// Runs several blocks, one after the other, on x (B,S,D). BlocksCall explains cos to query_scales. The lists of caches,
+// states and counts have a tensor for each block of a kind, in the order of the blocks:
+//   k_caches, v_caches              blocks with attention
+//   bases, tails                    blocks with a recurrent.ConvState, which includes recurrent.DeltaState
+//   matrices, keys, deltas, decays  blocks with a recurrent.DeltaState
+//   expert_counts                   sparse blocks: see SparseMLP.set_counts
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
               at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
-              at::TensorList k_caches, at::TensorList v_caches, at::TensorList states, at::TensorList counts,
-              at::IntArrayRef handles) {
+              at::TensorList k_caches, at::TensorList v_caches, at::TensorList bases, at::TensorList tails,
+              at::TensorList matrices, at::TensorList keys, at::TensorList deltas, at::TensorList decays,
+              at::TensorList expert_counts, at::IntArrayRef handles) {
+  TORCH_CHECK(x.dim() == 3, "x (B,S,D) was expected, not ", x.sizes());
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
-  size_t recurrent = 0;
-  size_t sparse = 0;
-  size_t tensors = 0;
-  for (int64_t handle : handles) {
-    prepared.push_back(prepared_blocks.get(handle));
-    recurrent += prepared.back()->conv.channels > 0;
-    tensors += state_tensors(*prepared.back());
-    sparse += prepared.back()->experts != nullptr;
-  }
-  TORCH_CHECK(x.dim() == 3 && k_caches.size() == handles.size() - recurrent && v_caches.size() == k_caches.size() &&
-              states.size() == tensors && counts.size() == sparse,
-              "x (B,S,D), and the state and the counts of each block were expected");
-  const int64_t B = x.size(0), S = x.size(1), D = x.size(2);
+  for (int64_t handle : handles) prepared.push_back(prepared_blocks.get(handle));
+  check_counts(prepared, k_caches, v_caches, bases, tails, matrices, keys, deltas, decays, expert_counts);
   const Tensor xs = x.contiguous();
-  const Tensor at = input_pos.contiguous();
   const Tensor result = at::empty(x.sizes(), x.options());
+  BlocksCall call{.input_pos = input_pos.contiguous(), .rows = rows, .B = x.size(0), .S = x.size(1), .D = x.size(2)};
+  call.cos = cos;
+  call.sin = sin;
+  call.slopes = slopes;
+  call.query_scales = query_scales;
+  checked(call.input_pos, "input_pos", at::kLong, {call.B, call.S});
+  if (!bases.empty()) {
+    call.R = bases[0].size(0);
+    call.runs = checked_runs(call.input_pos, rows, call.R);
+  }
+  const int64_t M = call.B * call.S, D = call.D;
+
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
     std::vector<Block<T>> all;
     std::deque<SplitPlan> plans;  // one for consecutive blocks of the same window; a deque does not move its elements
-    int64_t window = -1;
-    int64_t slots = 0;
-    int64_t work = 0;
-    size_t at_cache = 0;
-    size_t at_state = 0;
-    size_t at_counts = 0;  // of the next block
-    std::vector<DeltaRun> runs;
-    checked(at, "input_pos", at::kLong, {B, S});
-    if (recurrent) {
-      runs = checked_runs(at, rows, states[0].size(0));
-    }
-    for (size_t i = 0; i < prepared.size(); i++) {
-      const PreparedBlock& p = *prepared[i];
-      TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D, "block ", handles[i], " has D ", p.D, " in ", p.dtype,
-                  ", not x ", x.sizes(), " in ", x.scalar_type());
-      Block<T> block{p};
-      block.M = B * S;
+    int64_t window = -1;          // of the last plan
+    int64_t slots = -1;
+    size_t attentions = 0;  // how many blocks of each kind there were so far
+    size_t recurrent = 0;
+    size_t delta_nets = 0;
+    size_t sparse = 0;
+    int64_t work = 0;  // multiply-adds
+    for (const auto& one : prepared) {
+      const PreparedBlock& p = *one;
+      TORCH_CHECK(p.dtype == x.scalar_type() && p.D == D, "a block has D ", p.D, " in ", p.dtype, ", not x ", x.sizes(),
+                  " in ", x.scalar_type());
+      Block<T> block{.prepared = p, .M = M, .result = result.data_ptr<T>()};
+      block.x = all.empty() ? xs.const_data_ptr<T>() : result.const_data_ptr<T>();
       if (p.conv.channels) {
-        const at::TensorList state = states.slice(at_state, state_tensors(p));
-        at_state += state.size();
-        const int64_t R = checked(state[0], "base", at::kLong, {-1}).size(0);
-        TORCH_CHECK(R == states[0].size(0), "states of ", R, " and ", states[0].size(0), " rows");
-        block.base = state[0].data_ptr<int64_t>();
-        block.runs = &runs;
-        check_pending(runs, block.base);
-        const std::vector<int64_t> tail_sizes{R, p.conv.tail_size() + 1, p.conv.channels};
-        block.tail = checked(state[1], "tail", x.scalar_type(), tail_sizes).template data_ptr<T>();
-        block.attention = {B, S};
-        block.attention.positions = at.const_data_ptr<int64_t>();
-        block.attention.rows = data<int64_t>(rows);
+        set_conv_state(block, call, bases[recurrent], tails[recurrent]);
         if (p.net.m) {
-          block.delta = checked_delta(state[2], state[0], state[3], state[4], state[5]);
+          const size_t i = delta_nets++;
+          block.delta = checked_delta(matrices[i], bases[recurrent], keys[i], deltas[i], decays[i]);
           const Delta& d = block.delta;
-          TORCH_CHECK(d.n == p.net.n && d.m == p.net.m && d.dk == p.net.dk && d.dv == p.net.dv, "block ", handles[i],
-                      " has other heads than its state ", state[2].sizes());
-          work += B * S * d.m * d.dk * d.dv;
+          TORCH_CHECK(d.n == p.net.n && d.m == p.net.m && d.dk == p.net.dk && d.dv == p.net.dv,
+                      "a block has other heads than its state ", matrices[i].sizes());
+          work += M * d.m * d.dk * d.dv;
         }
+        recurrent++;
       } else {
-        const Tensor& k = k_caches[at_cache];
-        const Tensor& v = v_caches[at_cache];
-        at_cache++;
-        auto a = checked_attention<T>(B, S, p.H, k, v, at, rows, slopes, p.window, p.scale);
-        TORCH_CHECK(p.K == a.K && p.E == a.E, "block ", handles[i], " has K ", p.K, ", E ", p.E, ", not k_cache ",
-                    k.sizes());
-        block.attention = a;
-        if (!p.only_keys) {
-          if (p.window != window || a.slots != slots) {
-            plans.emplace_back(a);
-            window = p.window;
-            slots = a.slots;
-          }
-          block.plan = &plans.back();
+        set_attention(block, call, k_caches[attentions], v_caches[attentions]);
+        attentions++;
+        if (p.window != window || block.attention.slots != slots) {
+          plans.emplace_back(block.attention);
+          window = p.window;
+          slots = block.attention.slots;
         }
-        block.k = k.data_ptr<T>();
-        block.v = v.data_ptr<T>();
-        block.query_scales = data<float>(checked(query_scales, "query_scales", at::kFloat, {a.slots, 1, 1}));
-      }
-      if (!cos.empty()) {
-        TORCH_CHECK(p.rope_table >= 0 && p.rope_table < int64_t(cos.size()) && cos.size() == sin.size(), "block ",
-                    handles[i], " needs RoPE table ", p.rope_table, " of ", cos.size());
-        const Tensor& c = cos[p.rope_table];
-        const Tensor& s = sin[p.rope_table];
-        block.cos = checked(c, "cos", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
-        block.sin = checked(s, "sin", at::kFloat, {B, S, 1, p.E}).const_data_ptr<float>();
+        block.plan = &plans.back();
       }
       if (p.experts) {
-        block.experts.p = p.experts.get();
-        block.experts.M = B * S;
-        block.experts.positions = at.const_data_ptr<int64_t>();
-        const Tensor& count = checked(counts[at_counts++], "counts", at::kLong, {p.experts->X + 1});
-        block.experts.counts = count.data_ptr<int64_t>();
-        work += p.experts->multiply_adds(B * S);
+        const Tensor& counts = checked(expert_counts[sparse++], "counts", at::kLong, {p.experts->X + 1});
+        block.experts = {.p = p.experts.get(), .M = M};
+        block.experts.positions = call.input_pos.template const_data_ptr<int64_t>();
+        block.experts.counts = counts.template data_ptr<int64_t>();
+        work += p.experts->multiply_adds(M);
       } else {
-        work += B * S * (p.up.N * D + p.down.C * D);
+        work += M * (p.up.N * D + p.down.C * D);
       }
-      block.x = i ? result.data_ptr<T>() : xs.const_data_ptr<T>();
-      block.result = result.data_ptr<T>();
+      work += M * (p.qkv.N * D + p.out.C * D);
       all.push_back(block);
-      work += B * S * (p.qkv.N * D + p.out.C * D);
     }
-    // All blocks use the same memory, since they run one after the other.
-    auto allocate_blocks = [&](Arena from) {
-      Arena furthest = from;
+
+    // All blocks use the same memory, because they run one after the other.
+    const auto [end, memory] = allocate_together([&](Arena& arena) {
+      const Arena start = arena;
       for (auto& block : all) {
-        Arena arena = from;
-        block.allocate(arena);
-        furthest.next = std::max(furthest.next, arena.next);
+        Arena own = start;
+        block.allocate(own);
+        arena.next = std::max(arena.next, own.next);
       }
-      return furthest;
-    };
-    const auto [furthest, memory] = allocate_together([&](Arena& arena) { return arena = allocate_blocks(arena); });
+      return arena.next;
+    });
     parallel(work < MIN_PARALLEL_WORK, [&](const Team& team) {
       for (const auto& block : all) block.run(team);
     });
@@ -561,56 +628,71 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
   return result;
 }
 
-// Writes the keys and values of tokens (B,S), as DraftLayer.read of mixers/mtp.py does. embedded, hidden (B,S,D): the tokens'
-// embeddings, and the model's last hidden states; tail: of a recurrent.Tail; cos, sin (P,T,1,E): the tables of all
-// positions; norms: the float32 weights of the norms of embedded and hidden; proj: the handle of the layer that joins
-// them; handle: that of the layer's block, with keys only.
+// Returns cos and then sin (M,E) each for positions (M,), from tables (slots,E). The angles of padding are those of the
+// scratch slot.
+std::vector<float> gather_angles(const float* cos, const float* sin, const int64_t* positions, int64_t M, int64_t slots,
+                                 int64_t E) {
+  std::vector<float> angles(2 * M * E);
+  for (int64_t m = 0; m < M; m++) {
+    const int64_t slot = positions[m] < 0 ? slots - 1 : positions[m];
+    std::copy_n(cos + slot * E, E, angles.data() + m * E);
+    std::copy_n(sin + slot * E, E, angles.data() + (M + m) * E);
+  }
+  return angles;
+}
+
+// Writes the keys and values of tokens (B,S) for the MTP layer, as DraftLayer.read of mixers/mtp.py does.
+//   embedded, hidden  (B,S,D), the tokens' embeddings, and the model's last hidden states
+//   cos, sin          (tables,slots,1,E), the RoPE tables of all positions
+//   tail              of a recurrent.Tail
+//   embedding_norm    and hidden_norm, (D,) float32: the weights of these norms
+//   proj              the handle of the layer (D,2D) that joins an embedding and a hidden state
+//   handle            of the layer's block, which only writes keys and values
 void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor& input_pos, const MaybeTensor& rows,
                       const Tensor& cos, const Tensor& sin, const Tensor& tail, const Tensor& k_cache,
-                      const Tensor& v_cache, at::TensorList norms, int64_t proj, int64_t handle) {
+                      const Tensor& v_cache, const Tensor& embedding_norm, const Tensor& hidden_norm, int64_t proj,
+                      int64_t handle) {
   const auto prepared = prepared_blocks.get(handle);
-  const auto joins = prepared_layers.get(proj);
+  const auto prepared_proj = prepared_layers.get(proj);
   const PreparedBlock& p = *prepared;
-  TORCH_CHECK(hidden.dim() == 3 && hidden.size(2) == p.D && p.dtype == hidden.scalar_type() && p.only_keys &&
-              norms.size() == 2, "hidden states (B,S,", p.D, ") were expected, not ", hidden.sizes());
+  TORCH_CHECK(hidden.dim() == 3 && hidden.size(2) == p.D && p.dtype == hidden.scalar_type() && p.only_keys,
+              "hidden states (B,S,", p.D, ") in ", p.dtype, " were expected, not ", hidden.sizes(), " in ",
+              hidden.scalar_type());
   const int64_t B = hidden.size(0), S = hidden.size(1), D = p.D, M = B * S;
   const Tensor at = checked(input_pos.contiguous(), "input_pos", at::kLong, {B, S});
-  const Tensor pair_pos = at.sub(1).clamp_min(-1);
-  const Tensor table = checked(embedded.contiguous(), "embedded", p.dtype, {B, S, D});
+  const Tensor pair_pos = at.sub(1).clamp_min(-1);  // the position of a pair, an embedding and the hidden state before
+  const Tensor embeddings = checked(embedded.contiguous(), "embedded", p.dtype, {B, S, D});
   const Tensor states = hidden.contiguous();
-  const int64_t T_slots = k_cache.size(2);
-  for (const Tensor& one : {cos, sin}) checked(one, "cos or sin", at::kFloat, {-1, T_slots, 1, p.E});
+  const int64_t slots = k_cache.size(2);
+  checked(cos, "cos", at::kFloat, {-1, slots, 1, p.E});
+  checked(sin, "sin", at::kFloat, cos.sizes());
   TORCH_CHECK(p.rope_table < cos.size(0), "RoPE table ", p.rope_table, " of ", cos.size(0));
+  const int64_t table = p.rope_table * slots * p.E;
+  const std::vector<float> angles =
+      gather_angles(cos.const_data_ptr<float>() + table, sin.const_data_ptr<float>() + table,
+                    pair_pos.const_data_ptr<int64_t>(), M, slots, p.E);
 
   dispatch_dtype(hidden, [&](auto type) {
     using T = decltype(type);
-    DraftKeys<T> call{Block<T>{p}, B, S, D, M};
+    DraftKeys<T> call{.block = {.prepared = p, .M = M}, .B = B, .S = S, .D = D, .M = M};
     call.positions = at.const_data_ptr<int64_t>();
     call.rows = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
-    call.embedded = table.const_data_ptr<T>();
+    call.embedded = embeddings.const_data_ptr<T>();
     call.hidden = states.const_data_ptr<T>();
-    call.embedding_norm = checked(norms[0], "norm", at::kFloat, {D}).template const_data_ptr<float>();
-    call.hidden_norm = checked(norms[1], "norm", at::kFloat, {D}).template const_data_ptr<float>();
-    call.eps = p.eps, call.proj = joins->checked(p.dtype, D, 2 * D);
+    call.embedding_norm = checked(embedding_norm, "embedding_norm", at::kFloat, {D}).template const_data_ptr<float>();
+    call.hidden_norm = checked(hidden_norm, "hidden_norm", at::kFloat, {D}).template const_data_ptr<float>();
+    call.eps = p.eps;
+    call.proj = prepared_proj->checked(p.dtype, D, 2 * D);
     const std::vector<int64_t> tail_sizes{k_cache.size(0), call.tail_size + 1, D};
     call.tail = checked(tail, "tail", p.dtype, tail_sizes).template data_ptr<T>();
     for (int64_t b = 0; b < B; b++)
       call.counts.push_back(std::count_if(call.positions + b * S, call.positions + (b + 1) * S,
                                           [](int64_t position) { return position >= 0; }));
     Block<T>& block = call.block;
-    block.M = M;
     block.attention = checked_attention<T>(B, S, p.H, k_cache, v_cache, pair_pos, rows, {}, p.window, p.scale);
     TORCH_CHECK(p.K == block.attention.K && p.E == block.attention.E, "k_cache ", k_cache.sizes());
     block.k = k_cache.data_ptr<T>();
     block.v = v_cache.data_ptr<T>();
-
-    std::vector<float> angles(2 * M * p.E);  // cos and sin of the pairs
-    const int64_t* slots = pair_pos.const_data_ptr<int64_t>();
-    for (int64_t m = 0; m < M; m++) {
-      const int64_t from = (p.rope_table * T_slots + (slots[m] < 0 ? T_slots - 1 : slots[m])) * p.E;
-      std::copy_n(cos.const_data_ptr<float>() + from, p.E, angles.data() + m * p.E);
-      std::copy_n(sin.const_data_ptr<float>() + from, p.E, angles.data() + (M + m) * p.E);
-    }
     block.cos = angles.data();
     block.sin = angles.data() + M * p.E;
 

@@ -10,9 +10,9 @@
 #include "barrier.h"
 #include "vectors.h"
 
-// The OpenMP runtime that torch has loaded. Its functions are called directly, without pragmas, so that any compiler will
-// do and the threads are torch's: a second pool would compete with it for the processors wherever torch's operations
-// alternate with ours. GOMP_parallel calls function(argument) on `threads` threads (flags: 0). Between regions its
+// The OpenMP runtime that torch has loaded. Its functions are called directly, without pragmas, so that every compiler
+// uses torch's threads: a second pool of threads would compete with them for the processors wherever torch's operations
+// alternate with ours. GOMP_parallel calls function(argument) on `threads` threads (flags: 0). Between regions, these
 // threads sleep without a time limit; if one of them misses its wake-up, watchdog.py wakes it.
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* argument, unsigned threads, unsigned flags);
@@ -24,11 +24,12 @@ int omp_in_parallel();
 
 namespace fastpath {
 
-constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; for fewer, waking threads costs more than it saves
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // multiply-adds; with fewer, waking threads costs more than it saves
 
 // The threads of a parallel region, as one of them sees it. All of them call the same functions.
 struct Team {
-  int thread, threads;
+  int thread;   // the number of this thread
+  int threads;  // how many there are
   Barrier* meeting_point = nullptr;
 
   // Divides 0..n among the threads, in multiples of `grain`, and calls work(begin, end) for this thread's share.
@@ -53,7 +54,8 @@ void parallel(bool serial, const Work& work) {
   struct Region {
     const Work& work;
     Barrier barrier;
-  } region{work};
+  };
+  Region region{work};
   const auto run = [](void* argument) {
     Region& region = *(Region*)argument;
     const Team team{omp_get_thread_num(), omp_get_num_threads(), &region.barrier};
@@ -63,7 +65,8 @@ void parallel(bool serial, const Work& work) {
   GOMP_parallel(run, &region, threads, 0);
 }
 
-// A bump allocator: hands out arrays of one piece of memory, aligned to 64 bytes. From a null pointer it counts bytes.
+// A bump allocator: it takes arrays from one piece of memory, aligned to 64 bytes. If it starts at a null pointer, it
+// only counts bytes.
 struct Arena {
   uint8_t* next = nullptr;
   template <class T>
@@ -75,7 +78,7 @@ struct Arena {
 };
 
 // Calls make(arena) twice: first to count the bytes that it needs, then to allocate from a tensor of that size. Returns
-// the second call's result and the tensor, which must live as long as the arrays.
+// the result of the second call, and the tensor, which must live as long as the arrays.
 template <class Make>
 auto allocate_together(const Make& make) {
   Arena counting;

@@ -1,9 +1,9 @@
 // Products of packed weights with many rows of x, as in prefill.
 //
 // BLOCKS blocks of 16 weight rows are unpacked once for up to 256 rows of x: their levels to bytes, their scales to
-// float32. A tile of 4 rows of x and these blocks has its sums in registers, and each 4 bytes of x that are loaded
-// serve all blocks. Some groups are unpacked at a time, so that they stay in the L1 cache; the sums wait in memory
-// meanwhile.
+// float32. The products of 4 rows of x with these blocks have their sums in registers, and 4 bytes of x that are loaded
+// are multiplied with all blocks. The unpacked weights stay in the L1 cache, because only 16 groups (UNPACKED_GROUPS)
+// are unpacked at a time. Meanwhile, the sums of all rows are in memory.
 
 #pragma once
 
@@ -13,22 +13,23 @@
 
 namespace fastpath {
 
-// The largest number of rows of x for which packed_block is faster, although it unpacks the weights
-// again for each tile of rows. It is 28 with AVX-512, and for formats of 5 and 6 bits, which have more
-// lines than steps because the upper bits have lines of their own. The other formats are unpacked in
-// few instructions, and in 256 bits few sums fit in the registers: there packed_block is always faster.
+// The largest number of rows of x for which packed_block is faster, although it unpacks the weights again for each tile
+// of rows. It is 28 with AVX-512, and for formats of 5 and 6 bits, which have more lines than steps because the upper
+// bits have their own lines. Other formats are unpacked in few instructions. With 256 bits, where few sums fit in the
+// registers, packed_block is always faster for them.
 template <class F>
 constexpr int MAX_TILED_ROWS = VECTOR_BITS == 512 || F::Levels::LINES > F::Levels::STEPS ? 28 : INT_MAX;
 constexpr int MAX_ROWS = 256;        // rows of x at a time; they stay in the L2 cache
 constexpr int UNPACKED_GROUPS = 16;  // groups of 32 columns at a time
 constexpr int BLOCKS = VECTOR_BITS == 512 ? 2 : 1;  // blocks of weight rows at a time
 
-struct Unpacked {  // a group of 32 columns
-  u8x64 levels[BLOCKS][8];   // four columns each
-  f32x16 scale[BLOCKS][2];   // of the halves of a group; or its scale and, if the format has mins, its min
+// The same group of 32 columns of each block.
+struct Unpacked {
+  u8x64 levels[BLOCKS][8];  // four columns in each vector
+  f32x16 scale[BLOCKS][2];  // the scales of both halves if the format has HALVES, else the scale and the min
 };
 
-// Unpacks the next groups of a block.
+// Unpacks the next groups of a stream to block number `block` of `to`.
 template <class F>
 [[gnu::noinline]] void unpack_groups(Stream<F>& stream, int groups, int block, Unpacked* to) {
   using L = typename F::Levels;
@@ -46,8 +47,8 @@ template <class F>
   }
 }
 
-// acc (MT,BLOCKS,16) += the products of groups b..b+groups of the weights and of MT rows of x, from row m0. The bits
-// are those of block_dot_int8.
+// acc (MT,BLOCKS,16) += the products of groups b..b+groups of the weights and of MT rows of x, from row m0. It gives
+// the same bits as block_dot_int8.
 template <class Sums, int MT>
 [[gnu::noinline]] void add_groups(const Unpacked* w, int groups, const Input& x, int64_t m0, int64_t b, f32x16* acc) {
   f32x16 total[MT][BLOCKS];

@@ -1,8 +1,11 @@
 // Products of weights and rows of x: layers, the conversion of x, and the products of tiles.
 //
 // Quantized weights are packed in blocks of 16 rows (formats.h). Activations are quantized to 8 bits, with one scale
-// for each group of 32 columns: the dot product of a group is then an exact int32. With `exact`, activations stay as
-// they are, and weights are converted to float32 in registers.
+// for each group of 32 columns: the dot product of a group is then an exact int32. With `exact`, activations are not
+// quantized, and weights are converted to float32 in registers.
+//
+// A product is limited by reading the weights if there are few rows of x, and by the multiplications if there are many.
+// So each weight is loaded (and unpacked) once for a tile of rows of x, whose sums stay in registers.
 
 #pragma once
 
@@ -21,27 +24,28 @@
 
 namespace fastpath {
 
-// With more new tokens a row, a pass is a prefill: torch multiplies weights that are not packed (see `linear`), and the
-// queries are enough work for all threads without the split of SplitPlan.
+// A pass with more new tokens per row is a prefill. Then torch multiplies weights that are not packed (see `linear`),
+// and attention has enough queries for all threads (see SplitPlan).
 constexpr int MAX_DECODE_TOKENS = 16;
-constexpr int PREFETCH_DISTANCE = 6144;  // bytes between the weights in use and those being prefetched
+constexpr int PREFETCH_DISTANCE = 6144;  // weights are prefetched this many bytes before they are used
 constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: prefetches to L1 delay the loads of x
 
-// How the rows of a matrix are stored: one of these two, or a place in `Formats`.
+// How the rows of a matrix are stored: one of these two, or an index in `Formats`.
 constexpr int DENSE = -2;  // in x's dtype, (N,C)
 constexpr int TILES = -1;  // in bfloat16, packed for AMX: (Nb,Cb,16,16,2), line j of a group has columns 2j and 2j+1
 
-// N rows W of a layer's matrix, all in one format.
+// A piece of a layer: N of its rows, W, all in one format.
 struct Linear {
   int64_t N, C;
   int format;
-  bool exact;         // x is not quantized
+  bool exact;  // x is not quantized
   const void* weight;
-  const void* bias;   // (N,) in x's dtype, or null
-  int64_t Cb;         // groups of 32 columns
-  int64_t groups_per_scale;  // groups of 32 columns that share a weight scale, if the format leaves this open
-  int64_t block_bytes;       // of 16 packed rows, if W is quantized
-  int64_t first, stride;     // where the outputs of these rows begin in those of the layer, and how many the layer has
+  const void* bias;          // (N,) in x's dtype, or null
+  int64_t Cb;                // groups of 32 columns
+  int64_t groups_per_scale;  // groups that share a weight scale, for formats with groups of several sizes
+  int64_t block_bytes;       // bytes of a block of 16 packed rows, if W is quantized
+  int64_t first;             // the layer's output that the first of these rows computes
+  int64_t stride;            // how many outputs the layer has
 
   bool is_quantized() const { return format >= 0; }
   bool quantizes_activations() const { return is_quantized() && !exact; }
@@ -60,23 +64,24 @@ struct Layer {
 
 constexpr int TILE_ROWS = 16;  // rows of x in a tile of quantized activations
 // How many rows of x are multiplied with a block at a time: the registers hold no more sums.
-constexpr int INT8_ROWS = VECTOR_BITS == 512 ? 8 : 4, FLOAT_ROWS = VECTOR_BITS == 512 ? 4 : 2;
+constexpr int INT8_ROWS = VECTOR_BITS == 512 ? 8 : 4;   // quantized rows
+constexpr int FLOAT_ROWS = VECTOR_BITS == 512 ? 4 : 2;  // rows in float32
 
-// M rows of x, converted to what a matrix product reads. Quantized activations lie in tiles of 16 rows (the last one
-// may have fewer), so that a product finds the rows of a group one after the other: (tiles,Cb,rows,32), where `at`
-// says.
+// M rows of x, converted for a matrix product. Quantized activations are stored in tiles of up to 16 rows: the layout
+// is (tiles,Cb,rows,32), so that a product finds the rows of a group one after the other. `at` is the index of a group.
 struct Input {
   const void* x;  // (M,C)
   int64_t M, Cb;
-  int8_t* q;          // (M*Cb,32), x quantized to 8 bits
-  float* scale;       // (M*Cb), x = q * scale
-  int32_t *sum, *half_sum[2];  // (M*Cb), -8 * sum(q) of a group, and of its halves: they cancel the OFFSET of levels
-  float* scaled_sum;  // (M*Cb), scale * sum(q): what the min of a group of weights is multiplied by
-  float* as_float;    // (M,Cb*32), x in float32, for exact activations
+  int8_t* q;             // (M*Cb,32), x quantized to 8 bits
+  float* scale;          // (M*Cb,), x = q * scale
+  int32_t* sum;          // (M*Cb,), -8 * sum(q) of a group: a product uses it to subtract the OFFSET of the levels
+  int32_t* half_sum[2];  // (M*Cb,) each, the same of each half of a group
+  float* scaled_sum;     // (M*Cb,), scale * sum(q): a product multiplies it by the min of a group of weights
+  float* as_float;       // (M,Cb*32), x in float32, for exact activations
 
   int64_t rows_of_tile(int64_t m) const { return std::min<int64_t>(TILE_ROWS, M - m / TILE_ROWS * TILE_ROWS); }
-  // The place of a group of row m. The next row of the tile is at the next place, the next group rows_of_tile(m)
-  // further.
+  // The index of a group of row m. The next row of the tile has the next index; the next group of row m has an index
+  // that is larger by rows_of_tile(m).
   int64_t at(int64_t m, int64_t group) const {
     return m / TILE_ROWS * TILE_ROWS * Cb + group * rows_of_tile(m) + m % TILE_ROWS;
   }
@@ -102,9 +107,9 @@ void with_size(int64_t n, const Function& f) {
   f(Int<MOST>());
 }
 
-// Calls f(m, rows) for tiles of rows m..stop of x: as few as there can be with up to MOST rows each, of nearly equal
-// sizes, because every tile reads and unpacks the weights again. `rows` is a constant. No call crosses a boundary
-// between the tiles of `Input`.
+// Divides rows m..stop of x into tiles of up to MOST rows, and calls f(m, rows) for each; `rows` is a constant. Every
+// tile reads and unpacks the weights again, so there are as few tiles as possible, of nearly equal sizes. A tile never
+// crosses a boundary between the tiles of `Input`.
 template <int MOST, class Function>
 void in_tiles(int64_t m, int64_t stop, const Function& f) {
   while (m < stop) {
@@ -139,7 +144,8 @@ struct Step<bf16> {
   static f32x16 multiply_add(f32x16 acc, Vector w, Vector x) { return add_pair_products(acc, w, x); }
 #else
   struct Vector {
-    f32x16 even, odd;
+    f32x16 even;
+    f32x16 odd;
   };
   static Vector load_step(const bf16* p, int64_t left) {
     Vector v;
@@ -206,7 +212,7 @@ void linear_rows(const T* w, const T* x, const T* bias, const T* residual, T* ou
   if (m < M) with_size<3>(M - m, tile);
 }
 
-// Quantizes a group of x, of up to 32 columns, to the place `at`. Any NaN or infinity makes the scale NaN.
+// Quantizes a group of x, of up to 32 columns, to index `at`. Any NaN or infinity makes the scale NaN.
 template <class T>
 inline void quantize_group(const T* x, int64_t columns, const Input& in, int64_t at) {
   f32x16 low = load(x, columns);
@@ -215,7 +221,8 @@ inline void quantize_group(const T* x, int64_t columns, const Input& in, int64_t
   if (!finite) low = high = floats(0.0f);
   const float most = max_of_lanes(max(abs(low), abs(high)));
   const bool tiny = most < 1e-30f;  // its inverse would overflow
-  const float scale = !finite ? NAN : tiny ? 0.0f : most / 127;
+  float scale = tiny ? 0.0f : most / 127;
+  if (!finite) scale = NAN;
   const f32x16 inverse = floats(tiny ? 0.0f : 127 / most);
   const i32x16 a = to_ints(low * inverse);
   const i32x16 c = to_ints(high * inverse);
@@ -237,8 +244,7 @@ inline u8x64 four_columns(const int8_t* q) {
   return as_bytes(ints(columns));
 }
 
-// It must be inlined: GCC assumes that a function that only prefetches has no effect, and removes calls
-// of it.
+// This must be inlined: GCC assumes that a function that only prefetches has no effect, and removes its calls.
 template <int LINES>
 [[gnu::always_inline]] inline void prefetch_lines(const uint8_t* at) {
 #pragma GCC unroll 8
@@ -249,15 +255,16 @@ template <int LINES>
 template <class F>
 struct Stream {
   using Scales = typename F::Scales;
-  const uint8_t* next;
-  int64_t groups_per_scale, groups;  // groups in a superblock
-  int64_t i;                         // the place of a group in its superblock
-  Scales scales;                     // of the superblock
+  const uint8_t* next;  // what follows the current group
+  int64_t groups_per_scale;
+  int64_t groups;  // in a superblock
+  int64_t i;       // the number of the current group in its superblock
+  Scales scales;   // of the superblock
   Stream(const Linear& l, int64_t block)
       : next((const uint8_t*)l.weight + block * l.block_bytes), groups_per_scale(l.groups_per_scale),
         groups(Scales::groups(groups_per_scale)), i(groups - 1) {}
 
-  // The levels of the next group. Now `i` and `scales` are for this group.
+  // Goes to the next group, and returns its levels. `scale` and `min` are then for this group.
   const uint8_t* next_group() {
     if (++i == (Scales::GROUPS ? Scales::GROUPS : groups)) {
       i = 0;
@@ -273,11 +280,11 @@ struct Stream {
   f32x16 min() const { return scales.min(i); }
 };
 
-// The sums of a group of weights for one row of x: one sum for the whole group or, with HALVES, one for
-// each of its halves.
+// The sums of a group of weights for one row of x: one sum for the whole group or, if HALVES, one for each half.
 template <int MOST, int OFFSET, bool HAS_MINS, bool HALVES>
 struct GroupSums {
-  static constexpr int COUNT = HALVES ? 2 : 1, STEPS = 8 / COUNT;  // steps of four columns in a sum
+  static constexpr int COUNT = HALVES ? 2 : 1;
+  static constexpr int STEPS = 8 / COUNT;  // steps of four columns in a sum
   using Part = Dot<MOST, OFFSET, STEPS>;
   Part parts[COUNT];
 
@@ -339,7 +346,7 @@ template <int MT, class F>
   }
 }
 
-// A vector of levels has four columns of 16 weights. Returns the weights of column c in float32.
+// A vector of levels has four columns of 16 rows. Returns the weights of column c, 0 to 3, in float32.
 template <class F>
 inline f32x16 weights_of_column(u8x64 levels, int c, f32x16 scale, f32x16 min) {
   const i32x16 level = (as_ints(levels) >> 8 * c) & ints(255);
@@ -353,7 +360,7 @@ template <int MT, class F>
   using L = typename F::Levels;
   const int64_t stride = p.Cb * GROUP;
   Stream<F> stream(p, block);
-  f32x16 other[MT];  // a second sum, so that an addition need not wait for the one before it
+  f32x16 other[MT];  // a second sum, so that an addition does not wait for the addition before it
   std::fill(acc, acc + MT, floats(0.0f));
   std::fill(other, other + MT, floats(0.0f));
   for (int64_t b = 0; b < p.Cb; b++) {
@@ -381,11 +388,12 @@ template <int MT, class F>
   for (int m = 0; m < MT; m++) acc[m] = acc[m] + other[m];
 }
 
+// The input of a layer with M rows of x. Only the arrays that the layer reads are allocated; others are null.
 inline Input allocate_input(Arena& arena, const Layer& l, const void* x, int64_t M) {
-  Input in{x, M, l.groups()};
+  Input in{.x = x, .M = M, .Cb = l.groups()};
   const int64_t groups = M * l.groups();
   if (l.any(&Linear::quantizes_activations)) {
-    in.q = arena.allocate<int8_t>((groups + TILE_ROWS) * GROUP);  // AMX also reads the rows that the last tile lacks
+    in.q = arena.allocate<int8_t>((groups + TILE_ROWS) * GROUP);  // AMX always reads 16 rows, also of the last tile
     in.scale = arena.allocate<float>(groups);
     in.scaled_sum = arena.allocate<float>(groups);
     in.sum = arena.allocate<int32_t>(groups);
@@ -460,11 +468,14 @@ template <class T>
 void look_up(const Linear& table, int64_t id, T* out) {
   const int64_t block = id / LANES;
   const int64_t lane = id % LANES;
-  if (table.format == DENSE) std::copy_n((const T*)table.weight + id * table.C, table.C, out);
-  for (int64_t c = 0; table.format == TILES && c < table.C; c++) {
-    const int64_t group = block * table.Cb + c / GROUP;
-    const int64_t place = c % GROUP;
-    out[c] = ((const T*)table.weight)[((group * GROUP / 2 + place / 2) * LANES + lane) * 2 + place % 2];
+  const T* weight = (const T*)table.weight;
+  if (table.format == DENSE) std::copy_n(weight + id * table.C, table.C, out);
+  if (table.format == TILES) {
+    for (int64_t c = 0; c < table.C; c++) {
+      const int64_t group = block * table.Cb + c / GROUP;
+      const int64_t pair = group * GROUP / 2 + c % GROUP / 2;
+      out[c] = weight[(pair * LANES + lane) * 2 + c % 2];
+    }
   }
   with_format(table.format, [&](auto format) {
     using F = decltype(format);

@@ -1,9 +1,9 @@
 // Sampling, one row of logits at a time. sampling.py has the references.
 //
-// Weights are exp((x - max) / temperature) and are never normalized. A row is read once for its maximum and
-// log-sum-exp, and once or twice more if a token is drawn from it. A filter first goes over the whole row with a cheap
-// bound, and copies the tokens that may pass it to a short list; the exact filter, and all that follows, work on this
-// list.
+// The weight of a token is exp((x - max) / temperature); weights are never normalized. A row is read once for its
+// maximum and log-sum-exp, and once or twice more if a token is drawn from it. A filter (top-k, top-p) first goes over
+// the whole row with a cheap bound, and copies the tokens that may pass to a short list. The exact filter, and
+// everything after it, works on this list.
 
 #pragma once
 
@@ -38,7 +38,7 @@ inline f32x16 fast_exp2(f32x16 x) {
 struct RowStatistics {
   float max;
   float log_sum;  // log(sum(exp(x - max)))
-  bool finite;    // max is finite and no x is NaN
+  bool finite;    // `max` is finite, and no x is NaN
 };
 
 // The statistics of a row in one pass. Each lane keeps a softmax state: the running maximum m and the running sum l of
@@ -95,12 +95,19 @@ int64_t argmax(float max, const T* x, int64_t V, const float* maxima) {
 
 // The settings of one row, as in sampling.py's Sampling.
 struct RowSettings {
-  int64_t seed, top_k, position;
-  float temperature, top_p, min_p, repetition, frequency, presence;
-  const float* bias;    // (V,), or null
-  const int32_t* mask;  // a bit for each token that may be sampled, or null
-  const int32_t* counts;
-  const int64_t* drafted;  // (n_drafted,) draft tokens before this position
+  int64_t seed;
+  int64_t position;  // of the token that is drawn
+  float temperature;
+  int64_t top_k;
+  float top_p;
+  float min_p;
+  float repetition;  // penalties
+  float frequency;
+  float presence;
+  const int32_t* counts;   // (V,): twice how often a token was generated, plus 1 if it is in the prompt
+  const float* bias;       // (V,), or null
+  const int32_t* mask;     // one bit per token, which is set if it may be sampled; or null
+  const int64_t* drafted;  // (n_drafted,), the draft tokens before this position
   int64_t n_drafted;
 
   bool penalizes() const { return repetition != 1 || frequency != 0 || presence != 0; }
@@ -108,18 +115,21 @@ struct RowSettings {
   Lanes allowed(int64_t v) const { return uint32_t(mask[v / 32]) >> v % 32; }
 };
 
-// One thread's temporary arrays for a row. The memory of the long arrays is touched only as far as tokens are left.
+// One thread's temporary arrays for a row. The long arrays are usually used only at the beginning, for the few tokens
+// that pass a filter.
 struct Scratch {
-  float* maxima;     // of row_statistics
-  float* x;          // (V,) logits after penalties, biases and masks
-  float* kept;          // (V,) logits of the tokens that passed the filters, by ascending id
-  int32_t* ids;       // (V,) the ids of these tokens
+  float* maxima;       // of row_statistics
+  float* x;            // (V,) logits after penalties, biases and masks
+  float* kept;         // (V,) logits of the tokens that passed the filters, by ascending id
+  int32_t* ids;        // (V,) the ids of these tokens
   int32_t* sort_keys;  // (V,) logits as integers of the same order
   int64_t* masses;     // (V,) weights in fixed point
 
   static Scratch allocate(Arena& arena, int64_t V) {
     const int64_t padded = (V + 255) / 256 * 256;
-    Scratch s{arena.allocate<float>(padded / BLOCK_VECTORS), arena.allocate<float>(padded)};
+    Scratch s;
+    s.maxima = arena.allocate<float>(padded / BLOCK_VECTORS);
+    s.x = arena.allocate<float>(padded);
     s.kept = arena.allocate<float>(padded);
     s.ids = arena.allocate<int32_t>(padded);
     s.sort_keys = arena.allocate<int32_t>(padded);
@@ -128,7 +138,7 @@ struct Scratch {
   }
 };
 
-// Repetition, frequency and presence penalties. Every operation is rounded by itself, as in torch.
+// Repetition, frequency and presence penalties. Every operation rounds separately, as in torch.
 inline f32x16 penalize(f32x16 x, i32x16 counts, const RowSettings& r) {
   const Lanes seen = above(counts, ints(0));
   const Lanes negative = above(floats(0.0f), x);
@@ -173,7 +183,8 @@ void adjust_row(const T* x, int64_t V, const RowSettings& r, float* out) {
 
 // Computes the weights exp((x - max) / temperature) of logits x.
 struct Weights {
-  float max, inverse;
+  float max;
+  float inverse;  // 1 / temperature
   Weights(float max, float temperature)
       : max(max), inverse(std::min(1 / temperature, std::numeric_limits<float>::max())) {}
   f32x16 log_of(f32x16 x) const { return (x - floats(max)) * floats(inverse); }
@@ -206,7 +217,7 @@ Tokens<float> collect(Tokens<T> tokens, const Scratch& s, const Keep& keep) {
   return {s.kept, s.ids, n};
 }
 
-// Maps floats to integers of the same order (-0.0 counts as 0.0), and back.
+// Maps floats to integers with the same order (-0.0 counts as 0.0), and back.
 inline i32x16 float_to_sortable(f32x16 x) {
   const i32x16 bits = as_ints(x + floats(0.0f));
   return bits ^ ((bits >> 31) & ints(0x7fffffff));
@@ -226,9 +237,10 @@ struct Threshold {
   int64_t mass_above;  // the total mass of the logits above x
 };
 
-// The highest threshold at which the entries with a key at or above it have a total mass of at least `target`. Without
-// masses each entry counts 1. All entries together must reach the target. Bisects the range of keys, and keeps only the
-// entries inside the remaining range, so that each step is shorter than the one before. Overwrites both arrays.
+// The highest threshold such that the entries with a key at or above it have a total mass of at least `target`. Without
+// masses, each entry counts as 1. All entries together must reach the target. It bisects the range of keys, and keeps
+// only the entries inside the remaining range, so that each step is shorter than the step before. It overwrites both
+// arrays.
 Threshold find_threshold(int64_t target, int32_t* sort_keys, int64_t* masses, int64_t n) {
   i32x16 least = ints(sort_keys[0]);
   i32x16 most = least;
@@ -275,7 +287,7 @@ Threshold find_threshold(int64_t target, int32_t* sort_keys, int64_t* masses, in
   return {sortable_to_float(low), above};
 }
 
-// Keeps the tokens above the threshold, and the first `ties` of those that equal it.
+// Keeps the tokens above the threshold, and the first `ties` tokens that equal it.
 Tokens<float> keep_above(Tokens<float> tokens, const Scratch& s, float threshold, int64_t ties) {
   return collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes {
     Lanes kept = above(x, floats(threshold)) & valid;
@@ -285,8 +297,7 @@ Tokens<float> keep_above(Tokens<float> tokens, const Scratch& s, float threshold
   });
 }
 
-// The cheap bound of this filter is the k-th largest of the row's maxima, which cannot exceed the k-th
-// largest logit.
+// The cheap bound of this filter is the k-th largest of the row's maxima, which cannot exceed the k-th largest logit.
 template <class T>
 Tokens<float> keep_top_k(Tokens<T> tokens, const Scratch& s, int64_t k) {
   const int64_t lanes = (tokens.n + BLOCK_VECTORS * LANES - 1) / (BLOCK_VECTORS * LANES) * LANES;
@@ -309,7 +320,7 @@ Tokens<float> keep_top_p(Tokens<T> tokens, const Scratch& s, const Weights& weig
     sums = sums + fixed_point(weights.of(load_or_minus_infinity(tokens.x + i, tokens.n - i)));
   const int64_t total = sum_of_lanes(sums);
   const int64_t target = std::max<int64_t>(1, float(total) * top_p);
-  // Tokens that weigh less than (total - target) / n have less than total - target together, so none of them is kept.
+  // All tokens that weigh less than (total - target) / n weigh less than total - target together, so none is kept.
   const float least = std::max<int64_t>(1, (total - target) / tokens.n) * 0x1p-40f;
   const f32x16 bound = floats(std::log(least) - 1e-4f);
   auto kept = collect(tokens, s, [&](f32x16 x, Lanes valid) -> Lanes {
@@ -349,8 +360,8 @@ inline i32x16 scramble(i32x16 x) {
   return x ^ unsigned_shift(x, 15);
 }
 
-// kernels.py's exponential_noise for one seed and position, in two steps: 32 random bits for each token id, and the
-// Exponential(1) variate that they stand for.
+// exponential_noise of kernels.py for one seed and position, in two steps: 32 random bits for each token id, and the
+// Exponential(1) variate for these bits.
 struct Noise {
   uint64_t keys[2];
 
@@ -369,11 +380,12 @@ struct Noise {
 };
 
 // Draws a token: argmax(weight / Exponential(1)) is a sample from the normalized weights. Tokens whose weight is below
-// min_p are left out. `winner` comes in as the likeliest token, which no filter drops. The lowest id wins a tie.
+// min_p are left out. `winner` is the likeliest token, which no filter drops. The lowest id wins a tie.
 //
 // Since noise = -log(1 - u) >= u, a token can win only if u <= weight / best, where best is the largest ratio so far.
 // Most tokens fail this test, before any logarithm is computed. The test compares 2^32 u with an upper bound of
-// 2^32 weight / best. If that is 2^y, and n = floor(y), the bound is 2^n (1 + y - n), whose bits are (y + 127) 2^23.
+// 2^32 weight / best. Write this product as 2^y, and n = floor(y). The bound is 2^n (1 + y - n) >= 2^y, because as a
+// float32 its bits are simply (y + 127) 2^23.
 template <class T>
 int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, const Noise& noise, int64_t winner) {
   alignas(64) uint32_t bits[LANES];
@@ -410,7 +422,7 @@ int64_t exponential_race(Tokens<T> tokens, const Weights& weights, float min_p, 
 
 // ---------------------------------------------------------------- sampling: rows
 
-// Calls draw(logits, statistics) with the row after adjust_row; `raw` are the statistics before it.
+// Calls draw(logits, statistics) with the row after adjust_row. `raw`: the statistics before it.
 template <class T, class Draw>
 void with_adjustments(const T* x, int64_t V, const RowSettings& r, const RowStatistics& raw, const Scratch& s,
                       const Draw& draw) {
@@ -419,6 +431,7 @@ void with_adjustments(const T* x, int64_t V, const RowSettings& r, const RowStat
   draw((const float*)s.x, row_statistics(s.x, V, s.maxima));
 }
 
+// Samples a token, and its log-probability before any adjustment. If the row is not finite: -1 and NaN.
 template <class T>
 void sample_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, int64_t& id, float& logprob) {
   const RowStatistics raw = row_statistics(x, V, s.maxima);
@@ -436,6 +449,7 @@ void sample_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, i
   if (id >= 0) logprob = (float(x[id]) - raw.max) - raw.log_sum;
 }
 
+// The probabilities that sample_row draws with.
 template <class T>
 void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratch& s, float* out) {
   std::fill(out, out + V, 0.0f);
@@ -465,7 +479,7 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
 // ---------------------------------------------------------------- the operations
 
 // The arguments of `sample` and `probabilities` in the order of their schema in sampling.py. Everything below uses
-// their names. register_kernels compares the names with those of the schema.
+// their names. register_kernels compares these names with the schema.
 #define SAMPLING_NAMES                                                                                      \
   logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p, repetition_penalty,              \
       frequency_penalty, presence_penalty, counts, biased, logit_bias, masks, mask_start
@@ -476,10 +490,25 @@ void probabilities_row(const T* x, int64_t V, const RowSettings& r, const Scratc
       const Tensor &presence_penalty, const Tensor &counts, const Tensor &biased, const Tensor &logit_bias, \
       const Tensor &masks, const Tensor &mask_start
 
-// These arguments after checks, and B, S and V of the logits (B,S,V).
+// These arguments after checks. R is the number of rows that have settings.
 struct Sampling {
-  Tensor logits, rows, position, drafted, seed, temperature, top_k, top_p, min_p;
-  Tensor repetition_penalty, frequency_penalty, presence_penalty, counts, biased, logit_bias, masks, mask_start;
+  Tensor logits;              // (B,S,V)
+  Tensor rows;                // (B,), the row of settings of each batch row
+  Tensor position;            // (B,), of the first token that is drawn; 0 or less is padding
+  Tensor drafted;             // (B,S-1 or more)
+  Tensor seed;                // (R,)
+  Tensor temperature;         // (R,)
+  Tensor top_k;               // (R,)
+  Tensor top_p;               // (R,)
+  Tensor min_p;               // (R,)
+  Tensor repetition_penalty;  // (R,)
+  Tensor frequency_penalty;   // (R,)
+  Tensor presence_penalty;    // (R,)
+  Tensor counts;              // (R,V or more)
+  Tensor biased;              // (R,), whether a row uses logit_bias
+  Tensor logit_bias;          // (R,V or more)
+  Tensor masks;               // (R,positions,words), one bit per token
+  Tensor mask_start;          // (R,), the position of a row's first mask; -1 if it has none
   int64_t B, S, V;
 
   explicit Sampling(SAMPLING_ARGUMENTS)
@@ -493,21 +522,26 @@ struct Sampling {
     B = sizes[0];
     S = sizes[1];
     V = sizes[2];
-    checked(this->rows, "rows", at::kLong, {B}), checked(this->position, "position", at::kLong, {B});
+    checked(this->rows, "rows", at::kLong, {B});
+    checked(this->position, "position", at::kLong, {B});
     checked(this->drafted, "drafted", at::kLong, {B, -1});
     TORCH_CHECK(this->drafted.size(1) >= S - 1, this->drafted.size(1), " drafted tokens for ", S, " positions");
     const int64_t R = seed.numel();
-    checked(seed, "seed", at::kLong, {R}), checked(temperature, "temperature", at::kFloat, {R});
-    checked(top_k, "top_k", at::kLong, {R}), checked(top_p, "top_p", at::kFloat, {R});
+    checked(seed, "seed", at::kLong, {R});
+    checked(temperature, "temperature", at::kFloat, {R});
+    checked(top_k, "top_k", at::kLong, {R});
+    checked(top_p, "top_p", at::kFloat, {R});
     checked(min_p, "min_p", at::kFloat, {R});
     checked(repetition_penalty, "repetition_penalty", at::kFloat, {R});
     checked(frequency_penalty, "frequency_penalty", at::kFloat, {R});
     checked(presence_penalty, "presence_penalty", at::kFloat, {R});
     checked(counts, "counts", at::kInt, {R, -1});
     TORCH_CHECK(counts.size(1) >= V, "counts of ", counts.size(1), " tokens for logits of ", V);
-    checked(biased, "biased", at::kBool, {R}), checked(logit_bias, "logit_bias", at::kFloat, {R, -1});
+    checked(biased, "biased", at::kBool, {R});
+    checked(logit_bias, "logit_bias", at::kFloat, {R, -1});
     TORCH_CHECK(logit_bias.size(1) >= V, "biases of ", logit_bias.size(1), " tokens for logits of ", V);
-    checked(masks, "masks", at::kInt, {R, -1, -1}), checked(mask_start, "mask_start", at::kLong, {R});
+    checked(masks, "masks", at::kInt, {R, -1, -1});
+    checked(mask_start, "mask_start", at::kLong, {R});
     TORCH_CHECK(masks.size(2) * 32 >= V, "masks of ", masks.size(2), " words for logits of ", V);
     for (int64_t b = 0; b < B; b++) {
       const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
@@ -523,7 +557,7 @@ struct Sampling {
 
   bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
 
-  // Which of its row's masks the first position uses; -1 if it has none.
+  // The index of the mask that the first position of batch row b uses; -1 if its row has no masks.
   int64_t mask_place(int64_t b) const {
     const int64_t start = mask_start.const_data_ptr<int64_t>()[rows.const_data_ptr<int64_t>()[b]];
     return start < 0 ? -1 : std::max<int64_t>(0, position.const_data_ptr<int64_t>()[b] - start);
@@ -549,11 +583,13 @@ struct Sampling {
     r.bias = has_bias ? logit_bias.const_data_ptr<float>() + row * logit_bias.size(1) : nullptr;
     const int64_t mask = mask_place(b) < 0 ? -1 : row * masks.size(1) + mask_place(b) + place;
     r.mask = mask < 0 ? nullptr : masks.const_data_ptr<int32_t>() + mask * masks.size(2);
-    r.drafted = drafted.const_data_ptr<int64_t>() + b * n, r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
+    r.drafted = drafted.const_data_ptr<int64_t>() + b * n;
+    r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
     return r;
   }
 
-  // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding; threads share them.
+  // Calls work(logits, settings, scratch, index in B * S) for every position that is not padding. The threads share the
+  // positions.
   template <class Work>
   void for_each(const Work& work) const {
     std::vector<int64_t> places;

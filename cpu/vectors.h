@@ -1,12 +1,13 @@
 // Vectors of 16 elements: the small set of types and functions that all kernels are written with.
 //
 //   f32x16  16 float32 elements    i32x16  16 int32 elements    u8x64  64 bytes, four for each of 16 lanes
-//   i64x16  16 int64 elements      Lanes   a bit for each of 16 lanes: those that are selected
+//   i64x16  16 int64 elements      Lanes   one bit per lane, which is set if the lane is selected
 //
-// One file for each vector width defines them with the processor's instructions: vectors_avx512.h (one register of 512
-// bits each) and vectors_avx2.h (two of 256 bits). cpu/build.py sets VECTOR_BITS to choose one. Everything else is
-// written once, and it adds numbers in the same order on every processor. (A vectors_neon.h, of four registers of 128
-// bits each, would be a third such file. Only parallel.h and FlushDenormals of attention.h also use x86 instructions.)
+// One file for each vector width defines them with the processor's instructions: vectors_avx512.h (a vector is one
+// register of 512 bits) and vectors_avx2.h (two registers of 256 bits). cpu/build.py sets VECTOR_BITS to choose one.
+// All other files are written once, and add numbers in the same order on every processor. (A vectors_neon.h, with four
+// registers of 128 bits, would be a third such file. Besides these files, barrier.h, the prefetches, FlushDenormals in
+// attention.h and the code for AMX contain x86 instructions.)
 
 #pragma once
 
@@ -52,7 +53,7 @@ inline i32x16 where(Lanes lanes, i32x16 yes, i32x16 no) {
 
 // exp(x) to float32 precision, as 2^n e^r with |r| <= ln(2) / 2 and a polynomial for e^r. NaN stays NaN.
 inline f32x16 fast_exp(f32x16 x) {
-  x = max(floats(-110.0f), min(floats(90.0f), x));  // 0 and infinity beyond
+  x = max(floats(-110.0f), min(floats(90.0f), x));  // beyond these limits, the result is 0 or infinity
   const f32x16 n = round_to_integers(x * floats(LOG2E));
   f32x16 r = fnma(n, floats(0.693359375f), x);  // ln(2) is split into two parts (Cody-Waite)
   r = fnma(n, floats(-2.12194440e-4f), r);
@@ -63,12 +64,12 @@ inline f32x16 fast_exp(f32x16 x) {
 
 inline float fast_exp(float x) { return first_lane(fast_exp(floats(x))); }
 
-// It must be inlined: otherwise GCC finds that the function computes nothing, and removes the calls.
+// This must be inlined: otherwise GCC finds that the function computes nothing, and removes its calls.
 [[gnu::always_inline]] inline void prefetch(const void* begin, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)begin + i, _MM_HINT_T0);
 }
 
-// Converts 16 words of two bfloat16 elements each to float32: the first elements, and the second ones.
+// Converts 16 words, each of two bfloat16 elements, to float32: the first element of each word, and the second.
 inline void split_pairs(i32x16 words, f32x16& first, f32x16& second) {
   first = as_floats(words << 16);
   second = as_floats(words & ints(0xffff0000));

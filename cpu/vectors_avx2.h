@@ -1,18 +1,21 @@
-// The vectors of vectors.h in two registers of 256 bits each, for AVX2 with FMA and F16C, and AVX-VNNI
-// where the processor has it. Functions without a comment are explained in vectors_avx512.h.
+// The vectors of vectors.h in two registers of 256 bits, for AVX2 with FMA and F16C. AVX-VNNI is used where the
+// processor has it. Functions without a comment are explained in vectors_avx512.h.
 
 #pragma once
 
 namespace fastpath {
 
-struct f32x16 {  // lanes 0 to 7, and 8 to 15
-  __m256 low, high;
+struct f32x16 {
+  __m256 low;   // lanes 0 to 7
+  __m256 high;  // lanes 8 to 15
 };
 struct i32x16 {
-  __m256i low, high;
+  __m256i low;
+  __m256i high;
 };
 struct u8x64 {
-  __m256i low, high;
+  __m256i low;
+  __m256i high;
 };
 struct i64x16 {
   int64_t lane[LANES];
@@ -76,7 +79,7 @@ inline __m256i to_bf16(f32x16 x) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 }
 
-// ---------------------------------------------------------------- memory: the first n elements; others are zero
+// ---------------------------------------------------------------- memory: the first n elements; load sets others to 0
 
 inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline f32x16 load(const half* p) {
@@ -120,7 +123,10 @@ inline void store(void* p, i32x16 x) {
   _mm256_storeu_si256((__m256i*)p + 1, x.high);
 }
 inline void store(void* p, u8x64 x) { store(p, as_ints(x)); }
-inline void store(float* p, f32x16 x) { _mm256_storeu_ps(p, x.low), _mm256_storeu_ps(p + 8, x.high); }
+inline void store(float* p, f32x16 x) {
+  _mm256_storeu_ps(p, x.low);
+  _mm256_storeu_ps(p + 8, x.high);
+}
 inline void store(half* p, f32x16 x) {
   constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.low, NEAREST));
@@ -159,7 +165,7 @@ inline f32x16 rounded(f32x16 x) {
   asm("" : "+x"(x.low), "+x"(x.high));
   return x;
 }
-// Two multiplications, as 2^n may be too small for a float32. Only the second one rounds, if x is near 1.
+// There are two multiplications, because 2^n may be too small for a float32. If x is near 1, only the second rounds.
 inline f32x16 times_power_of_2(f32x16 x, f32x16 n) {
   const i32x16 all = to_ints(n);
   const i32x16 half = all >> 1;
@@ -214,11 +220,11 @@ inline i32x16 times(i32x16 a, i32x16 b) {
   return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
 }
 inline i32x16 unsigned_shift(i32x16 x, int n) { return {_mm256_srli_epi32(x.low, n), _mm256_srli_epi32(x.high, n)}; }
-inline f32x16 unsigned_to_floats(i32x16 x) {  // rounded once, by fma
+inline f32x16 unsigned_to_floats(i32x16 x) {  // only fma rounds
   return fma(to_floats(unsigned_shift(x, 16)), floats(65536.0f), to_floats(x & ints(0xffff)));
 }
 
-// ---------------------------------------------------------------- selected lanes: one after the other in memory
+// ---------------------------------------------------------------- selected lanes, stored without gaps
 
 template <class T>
 inline void store_selected(T* p, Lanes lanes, const T* x) {
@@ -237,7 +243,7 @@ inline void store_selected(int32_t* p, Lanes lanes, i32x16 x) {
 
 // ---------------------------------------------------------------- 64 bits: the compiler vectorizes these loops
 
-// Adding 2^52 to a double leaves its integer part, without rounding, in the lower bits.
+// After 2^52 is added to a double that is an integer, its lower bits are this integer.
 inline i64x16 to_int64(f32x16 x) {
   alignas(32) float whole[LANES];
   store(whole, floor(x));
@@ -382,13 +388,14 @@ inline i32x16 add_products(i32x16 acc, u8x64 levels, u8x64 x) {
 }
 #else
 struct i16x32 {
-  __m256i low, high;
+  __m256i low;
+  __m256i high;
 };
 inline i16x32 pair_products(u8x64 levels, u8x64 x) {
   return {_mm256_maddubs_epi16(levels.low, x.low), _mm256_maddubs_epi16(levels.high, x.high)};
 }
-// GCC would delay additions until it has all products, for which there are too few registers. The statement without
-// instructions keeps it from that.
+// GCC would delay these additions until it has all products, for which there are too few registers. The empty asm
+// statement prevents this.
 inline i16x32 add_pairs(i16x32 a, i16x32 b) {
   i16x32 sum{_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)};
   asm("" : "+x"(sum.low), "+x"(sum.high));

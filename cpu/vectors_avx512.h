@@ -1,5 +1,5 @@
-// The vectors of vectors.h in registers of 512 bits, for AVX-512 (F, BW, DQ, VL), with VNNI and BF16
-// where the processor has them.
+// The vectors of vectors.h in registers of 512 bits, for AVX-512 (F, BW, DQ, VL). VNNI and BF16 are used where the
+// processor has them.
 
 #pragma once
 
@@ -9,11 +9,12 @@ using f32x16 = __m512;
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
 
-struct i64x16 {  // 16 int64 elements: lanes 0 to 7, and 8 to 15
-  __m512i low, high;
+struct i64x16 {
+  __m512i low;   // lanes 0 to 7
+  __m512i high;  // lanes 8 to 15
 };
 
-// The same as first_lanes, for the first n of 32 elements with 16 bits.
+// The same as first_lanes, for 32 elements of 16 bits.
 inline __mmask32 first_halves(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0 : (1u << n) - 1; }
 
 // ---------------------------------------------------------------- all lanes, and conversions
@@ -29,7 +30,7 @@ inline u8x64 as_bytes(i32x16 x) { return (u8x64)x; }
 inline f32x16 to_floats(i32x16 x) { return _mm512_cvtepi32_ps((__m512i)x); }
 inline i32x16 to_ints(f32x16 x) { return (i32x16)_mm512_cvtps_epi32(x); }  // rounds to the nearest, ties to even
 
-// The upper half of each lane in bfloat16: rounded to the nearest, ties to even, denormals to zero.
+// x in bfloat16: rounded to the nearest, ties to even, denormals to zero.
 inline __m256i to_bf16(f32x16 x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);
@@ -45,7 +46,7 @@ inline __m256i to_bf16(f32x16 x) {
 }
 inline f32x16 rounded_to_bf16(f32x16 x) { return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(x)), 16); }
 
-// ---------------------------------------------------------------- memory: the first n elements; others are zero
+// ---------------------------------------------------------------- memory: the first n elements; load sets others to 0
 
 inline f32x16 load(const float* p, int64_t n = LANES) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 inline f32x16 load(const half* p, int64_t n = LANES) {
@@ -57,7 +58,7 @@ inline f32x16 load(const bf16* p, int64_t n = LANES) {
 inline i32x16 load_int8(const void* p) { return (i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline i32x16 load_uint8(const void* p) { return (i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline u8x64 load_line(const void* p) { return (u8x64)_mm512_loadu_si512(p); }
-// 32 bfloat16 elements, as they are: two in each lane.
+// 32 bfloat16 elements without conversion: two in each lane.
 inline i32x16 load_pairs(const bf16* p, int64_t n) { return (i32x16)_mm512_maskz_loadu_epi16(first_halves(n), p); }
 
 inline void store(float* p, f32x16 x, int64_t n = LANES) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
@@ -85,7 +86,7 @@ inline f32x16 min(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
 inline f32x16 abs(f32x16 x) { return _mm512_abs_ps(x); }
 inline f32x16 round_to_integers(f32x16 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 inline f32x16 floor(f32x16 x) { return _mm512_floor_ps(x); }
-// x, rounded to float32: the compiler must not make one operation of this one and the next.
+// x, rounded to float32: this keeps the compiler from fusing a multiplication with the addition after it.
 inline f32x16 rounded(f32x16 x) {
   asm("" : "+v"(x));
   return x;
@@ -93,7 +94,7 @@ inline f32x16 rounded(f32x16 x) {
 inline f32x16 times_power_of_2(f32x16 x, f32x16 n) { return _mm512_scalef_ps(x, n); }  // n: integers, -160 to 130
 inline u8x64 shift_left(u8x64 x, int n) { return (u8x64)_mm512_slli_epi16((__m512i)x, n); }  // of each 16 bits
 inline u8x64 shift_right(u8x64 x, int n) { return (u8x64)_mm512_srli_epi16((__m512i)x, n); }
-// yes where a < b as unsigned integers, else no.
+// `yes` where a < b as unsigned integers, else `no`.
 inline f32x16 where_below(i32x16 a, i32x16 b, f32x16 yes, f32x16 no) {
   return _mm512_mask_blend_ps(_mm512_cmplt_epu32_mask((__m512i)a, (__m512i)b), no, yes);
 }
@@ -118,7 +119,7 @@ inline i32x16 times(i32x16 a, i32x16 b) { return (i32x16)_mm512_mullo_epi32((__m
 inline i32x16 unsigned_shift(i32x16 x, int n) { return (i32x16)_mm512_srli_epi32((__m512i)x, n); }  // to the right
 inline f32x16 unsigned_to_floats(i32x16 x) { return _mm512_cvtepu32_ps((__m512i)x); }
 
-// ---------------------------------------------------------------- selected lanes: one after the other in memory
+// ---------------------------------------------------------------- selected lanes, stored without gaps
 
 inline void store_selected(float* p, Lanes lanes, f32x16 x) {
   _mm512_mask_storeu_ps(p, first_lanes(std::popcount(lanes)), _mm512_maskz_compress_ps(lanes, x));
@@ -132,11 +133,14 @@ inline i64x16 to_int64(f32x16 x) {
   return {_mm512_cvttps_epi64(_mm512_castps512_ps256(x)), _mm512_cvttps_epi64(_mm512_extractf32x8_ps(x, 1))};
 }
 inline i64x16 load_int64(const int64_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 8)}; }
-inline void store(int64_t* p, i64x16 x) { _mm512_storeu_si512(p, x.low), _mm512_storeu_si512(p + 8, x.high); }
+inline void store(int64_t* p, i64x16 x) {
+  _mm512_storeu_si512(p, x.low);
+  _mm512_storeu_si512(p + 8, x.high);
+}
 inline i64x16 operator+(i64x16 a, i64x16 b) {
   return {_mm512_add_epi64(a.low, b.low), _mm512_add_epi64(a.high, b.high)};
 }
-// a + b in the selected lanes, and a in the others.
+// a + b in the selected lanes, a in the others.
 inline i64x16 add_selected(i64x16 a, Lanes lanes, i64x16 b) {
   return {_mm512_mask_add_epi64(a.low, lanes, a.low, b.low), _mm512_mask_add_epi64(a.high, lanes >> 8, a.high, b.high)};
 }
@@ -157,7 +161,7 @@ inline float max_of_lanes(f32x16 x) { return _mm512_reduce_max_ps(x); }
 inline int32_t max_of_lanes(i32x16 x) { return _mm512_reduce_max_epi32((__m512i)x); }
 inline int32_t min_of_lanes(i32x16 x) { return _mm512_reduce_min_epi32((__m512i)x); }
 inline int32_t sum_of_lanes(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
-// In a fixed order: lanes i and i + 8 are added first, then i and i + 4, i + 2, i + 1.
+// The order is fixed: lanes i and i + 8 are added first, then i and i + 4, i + 2, i + 1.
 inline float sum_of_lanes(f32x16 x) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -192,7 +196,7 @@ inline f32x16 sums_of_lanes(const f32x16* x) {
 
 // ---------------------------------------------------------------- rearranging
 
-// Puts 32 elements, of which x has the even and y the odd ones, back in order.
+// Undoes a split into even elements (x) and odd elements (y): afterwards x has elements 0 to 15, and y 16 to 31.
 inline void join_pairs(f32x16& x, f32x16& y) {
   const i32x16 low = (lane_indices() >> 1) | ((lane_indices() & 1) << 4);
   const i32x16 high = low + 8;
@@ -233,7 +237,7 @@ inline void transpose(i32x16 (&words)[16]) {
   }
 }
 
-// The 16-bit elements from..from+16 of x and of y in turns.
+// Alternates the 16-bit elements from..from+16 of x with the same elements of y.
 template <int from>
 inline i32x16 interleave_halves(i32x16 x, i32x16 y) {
   const i32x16 one = lane_indices() + from;
@@ -251,13 +255,13 @@ inline i32x16 add_products(i32x16 acc, u8x64 levels, u8x64 x) {
 }
 #else
 using i16x32 = __m512i;
-// The sum of two products in each 16 bits. It must not leave the range of int16.
+// The sum of two products in each 16 bits. It must fit in int16.
 inline i16x32 pair_products(u8x64 levels, u8x64 x) { return _mm512_maddubs_epi16((__m512i)levels, (__m512i)x); }
 inline i16x32 add_pairs(i16x32 a, i16x32 b) { return _mm512_add_epi16(a, b); }
-// acc + the two sums of 16 bits in each lane.
+// acc + the two 16-bit sums in each lane.
 inline i32x16 add_sums(i32x16 acc, i16x32 x) { return acc + (i32x16)_mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
 inline u8x64 abs_bytes(u8x64 x) { return (u8x64)_mm512_abs_epi8((__m512i)x); }
-// x, negated where `sign` is negative; anything where it is zero.
+// x, negated where `sign` is negative. Where `sign` is zero, the result may be anything.
 inline u8x64 with_sign_of(u8x64 sign, u8x64 x) {
   const __mmask64 negative = _mm512_movepi8_mask((__m512i)sign);
   return (u8x64)_mm512_mask_sub_epi8((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);

@@ -268,7 +268,7 @@ class MedusaDraft(Draft):
         if self.layers is not None and not batch.random:
             ids = self.heads.vocabulary.ids
             handles = [layer.handle for layer in self.layers]
-            drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], ids, handles, k)
+            drafted = torch.ops.fastpath.medusa(hidden, batch.inputs[0], ids, *handles, k)
         else:
             sampling = self.sampling if batch.random else None
             drafted = self.draw(model, self.heads, hidden, batch.inputs, sampling, k)

@@ -40,6 +40,9 @@ class RecurrentMixer(TokenMixer):
     def linears(self) -> list[nn.Module]:
         return [self.inputs, self.out]
 
+    def block_arguments(self) -> dict:
+        return {"conv_weight": self.conv.weight.T.contiguous(), "conv_bias": self.conv.bias}
+
 
 class GatedDeltaNet(RecurrentMixer):
     """A gated delta net (arXiv:2412.06464): like attention, but with a matrix for each value head as
@@ -68,9 +71,15 @@ class GatedDeltaNet(RecurrentMixer):
 
     def block_arguments(self) -> dict:
         net = self.net
-        vectors = [self.conv.weight.T.contiguous(), self.decay.weight, self.decay.bias, self.norm.weight]
-        sizes = [net.n_key_head, net.n_value_head, net.key_dim, net.value_dim]
-        return {"vectors": vectors, "net_sizes": sizes}
+        return super().block_arguments() | {
+            "n": net.n_key_head,
+            "m": net.n_value_head,
+            "dk": net.key_dim,
+            "dv": net.value_dim,
+            "decay_weight": self.decay.weight,
+            "decay_bias": self.decay.bias,
+            "delta_norm": self.norm.weight,
+        }
 
     def flops(self, context: int) -> int:
         return 7 * self.net.matrix_elements
@@ -113,9 +122,6 @@ class ShortConvolution(RecurrentMixer):
         self.conv = Convolution(conv.conv_channels, conv.conv_width, [[channels]], conv.bias)
         self.out = Linear(conv.conv_channels, config.dim, conv.bias, columns=[channels])
         self.state = ConvState(conv)
-
-    def block_arguments(self) -> dict:
-        return {"vectors": [self.conv.weight.T.contiguous(), self.conv.bias, None, None]}
 
     def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor, rope=None) -> Tensor:
         gate, out_gate, x = self.inputs(x).chunk(3, dim=2)  # (B,S,channels) each

@@ -27,7 +27,7 @@ from checkpoint import Writer, empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import MAX_CONV_WIDTH, state_names
+from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme
 from kernels import DELTA_WINDOW, KERNELS, MAX_DECODE_TOKENS, attention_reference
@@ -301,7 +301,8 @@ def test_opcheck_of_blocks(tiny, name):
     recurrent = [state for state in states if state.is_recurrent]
     kept = [state for state in states if not state.is_recurrent]
     caches = [[cache.k for cache in kept], [cache.v for cache in kept]]
-    caches.append([getattr(state, name) for state in recurrent for name in state_names(state)])
+    for tensor in STATE_TENSORS:
+        caches.append([getattr(state, tensor) for state in recurrent if hasattr(state, tensor)])
     caches.append([layer.counts for block in model.blocks for layer in block.mlp.sparse])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)

@@ -221,7 +221,7 @@ def test_one_operation_draws_the_likeliest_tokens(tiny, name, quantization, dtyp
     model = install_kernels(model if quantization is None else quantize_model(model, quantization))
     states = torch.randn(5, model.config.dim, generator=torch.Generator().manual_seed(4)).to(dtype)
     tokens, layers = torch.tensor([3, 99, 0, 130, 64]), heads.layers_for_kernels(model)
-    arguments = heads.vocabulary.ids, [layer.handle for layer in layers]
+    arguments = heads.vocabulary.ids, *[layer.handle for layer in layers]
     drafted = torch.ops.fastpath.medusa(states, tokens, *arguments, 3)
     assert torch.equal(torch.ops.fastpath.medusa(states[3:], tokens[3:], *arguments, 2), drafted[3:, :2])
     state, token = states, tokens

@@ -96,23 +96,25 @@ class AnswerParser:
     """
 
     def __init__(
-        self, syntax: AnswerSyntax, stop: Iterable[str] = (), fits: Fits | None = None, in_thoughts: bool = False
+        self, syntax: AnswerSyntax, stop: Iterable[str] = (), fits: Fits | None = None, is_streamed: bool = True
     ):
         """fits: whether a call without marks fits the answer's grammar; None: every call does.
 
-        in_thoughts: the text is that of thoughts, in which calls have marks.
+        is_streamed: the events of a call do not wait for its end. Otherwise a call whose arguments are not JSON is
+        content.
         """
         self.syntax = syntax
         self.format = syntax.tools
         self.fits = fits
+        self.is_streamed = is_streamed
         self.stops = StopSearch(stop)
         self.events: list[Event] = []
-        self.reader = self._read_all(in_thoughts)
+        self.reader = self._read_all()
 
         self.text = ""  # received, but not read yet
         self.ended = False  # nothing will follow `text`
         self.is_cut = False  # the limit of tokens has ended the answer
-        self.received = ""  # the whole text so far
+        self.received = 0  # characters so far
         self.content_end = 0  # characters up to the end of the latest content
         self.space = ""  # white space that is dropped if nothing but calls follows
         self.is_blank = True  # nothing but white space came since the last thoughts or call
@@ -120,8 +122,6 @@ class AnswerParser:
 
         self.calls = 0
         self.whole_calls = 0  # calls with complete arguments
-        self.broken: dict[int, str] = {}  # index -> the text of a call whose arguments are not JSON
-        self.call_at = 0  # where the current call begins in `received`
 
         self.openers: tuple[str, ...] = ()
         self.closers: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class AnswerParser:
 
     def add(self, text: str) -> list[Event]:
         self.text += text
-        self.received += text
+        self.received += len(text)
         self.events = []
         next(self.reader, None)
         return self.events
@@ -160,18 +160,17 @@ class AnswerParser:
         if self.stops.stopped:
             return self.content_end - len(self.stops.held)
         undecided = (self.text, self.held, self.space, self.stops.held)
-        return len(self.received) - sum(map(len, undecided))
+        return self.received - sum(map(len, undecided))
 
     @property
     def has_whole_calls(self) -> bool:
         """Whether the answer has calls, and all of them are complete."""
         return 0 < self.calls == self.whole_calls
 
-    def _read_all(self, in_thoughts: bool) -> Iterator[None]:
+    def _read_all(self) -> Iterator[None]:
         with suppress(EndOfAnswer):
-            if not in_thoughts:
-                yield from self._read_thoughts()
-                yield from self._read_bare_call()
+            yield from self._read_thoughts()
+            yield from self._read_bare_call()
             yield from self._read_content()
         with suppress(EndOfAnswer):
             self._add_content("", last=True)
@@ -196,53 +195,52 @@ class AnswerParser:
     def _read_thoughts(self) -> Iterator[None]:
         """Read thoughts, and the white space after them.
 
-        What looks like a call within thoughts is one of them if they are closed after it. If the model
-        ends its answer without closing them, it is a call.
+        What looks like a call within thoughts is a part of them if they are closed after it. If the model ends its
+        answer without closing them, it is a call.
         """
         search = ThoughtSearch(self.syntax.thinking, self.syntax.begins_inside)
         if search.place == "answer":
             return
-        inner = AnswerParser(replace(self.syntax, bare_calls=False), fits=self.fits, in_thoughts=True)
         has_thoughts = self.syntax.begins_inside
-        thoughts = ""
-        emitted = 0  # characters of the thoughts
-        events = []  # from the first call on
+        thoughts = ""  # from the first mark of a call on
         while True:
             found = dict(search.add(self.text, self.ended))
             self.text = found.get("answer", "")
             has_thoughts |= "mark" in found
-            piece = found.get("thoughts", "")
-            thoughts += piece
-            for event in inner.add(piece):
-                if events or isinstance(event, CallBegins):
-                    events.append(event)
-                else:
-                    emitted += len(event.text)
-                    self._emit(Reasoning, event.text)
-            self.held = thoughts[emitted:] + search.held
+            thoughts += found.get("thoughts", "")
+            at, _ = find_mark(thoughts, self.openers)
+            self._emit(Reasoning, thoughts[:at])
+            thoughts = thoughts[at:]
+            self.held = thoughts + search.held
             if search.place == "answer" or self.ended:
                 break
             yield
 
         self.held = ""
-        events += inner.end()
-        inner.calls -= len(inner.broken)
-        if search.place == "answer" or self.is_cut or not inner.has_whole_calls:
-            events = [Content(thoughts[emitted:])]
-        else:
-            self.calls = inner.calls
-            self.whole_calls = inner.whole_calls
-        for event in without_broken_calls(events, inner.broken):
-            if isinstance(event, Content):
-                self._emit(Reasoning, event.text)
-            else:
-                self.events.append(event)
+        if search.place == "answer" or self.is_cut or not self._add_calls_in_thoughts(thoughts):
+            self._emit(Reasoning, thoughts)
         if has_thoughts:
             self._drop_space()
             while not self.text.strip():
                 self.text = ""
                 yield from self._more()
             self.text = self.text.lstrip()
+
+    def _add_calls_in_thoughts(self, thoughts: str) -> bool:
+        """Add the calls in thoughts that were not closed, and the text beside them. Returns whether there are calls,
+        all of which are whole; otherwise adds nothing."""
+        parser = AnswerParser(replace(self.syntax, thinking=None, bare_calls=False), is_streamed=False)
+        events = parser.add(thoughts) + parser.end()
+        if not parser.has_whole_calls:
+            return False
+        self.calls = parser.calls
+        self.whole_calls = parser.calls
+        for event in events:
+            if isinstance(event, Content):
+                self._emit(Reasoning, event.text)
+            else:
+                self.events.append(event)
+        return True
 
     def _more(self) -> Iterator[None]:
         """Wait for more text, without which the answer has ended."""
@@ -261,10 +259,9 @@ class AnswerParser:
 
         What may be the beginning of a mark is left.
         """
-        found = [(self.text.find(mark), mark) for mark in marks if mark in self.text]
-        at, mark = min(found, default=(len(self.text), ""))
-        if not found and not self.ended:
-            at = start_of_partial(self.text, marks)
+        at, mark = find_mark(self.text, marks)
+        if self.ended and not mark:
+            at = len(self.text)
         before = self._take(at)
         self.text = self.text.removeprefix(mark)
         return before, mark
@@ -297,7 +294,7 @@ class AnswerParser:
         last: the content ends here, or is interrupted by a call, so nothing is held back.
         """
         if text:
-            self.content_end = len(self.received) - len(self.text) - len(self.held)
+            self.content_end = self.received - len(self.text) - len(self.held)
         text = self.stops.add(text, last)
         if text:
             self.events.append(Content(text))
@@ -370,7 +367,7 @@ class AnswerParser:
             text = self.text.lstrip()
             closer = next((mark for mark in closers if text.startswith(mark)), None)
             if closer is not None:
-                self._take_of_call(len(self.text) - len(text) + len(closer))
+                self._take(len(self.text) - len(text) + len(closer))
                 is_closed = True
             elif not text or any(mark.startswith(text) for mark in closers):
                 yield from self._more()
@@ -397,7 +394,6 @@ class AnswerParser:
 
     def _begin_call(self, name: str, n: int):
         """Begin a call, of which n characters come before its arguments."""
-        self.call_at = len(self.received) - len(self.text) - len(self.held)
         self._take(n)
         self._add_content("", last=True)
         self._drop_space()
@@ -427,8 +423,7 @@ class AnswerParser:
         while True:
             start = self.call_start.match(self.text)
             if start is not None and start[1] in self.syntax.names:
-                self._begin_call(start[1], start.end())
-                return (yield from self._read_arguments())
+                return (yield from self._read_arguments(start[1], start.end()))
             if is_bare and not self._may_be_call():
                 return self._refuse(1)
             at, _ = reader.read(self.text, at, self.ended)
@@ -511,19 +506,28 @@ class AnswerParser:
         start = re.match(pattern, beginning)
         if start is None or start[1] not in self.syntax.names:
             return self._refuse(0)
-        self._begin_call(start[1], start.end())
         if self.format.parameters is None:
-            return (yield from self._read_arguments())
+            return (yield from self._read_arguments(start[1], start.end()))
+        self._begin_call(start[1], start.end())
         return (yield from self._read_parameters(self.syntax.types.get(start[1], {})))
 
-    def _read_arguments(self) -> Iterator[None]:
-        """Read the arguments of a call as JSON, and the rest of its object."""
+    def _read_arguments(self, name: str, at: int) -> Iterator[None]:
+        """Read the arguments of a call as JSON from text[at] on, and the rest of its object."""
+        reader = JsonReader(self.closers)
+        end = at
+        while not self.is_streamed:
+            end, _ = reader.read(self.text, end, self.ended)
+            if reader.is_complete or self.ended:
+                break
+            yield
+        if reader.is_complete and reader.depth <= 0 and not is_json(reader.text):
+            return self._refuse(end)
+
+        self._begin_call(name, at)
         reader = JsonReader(self.closers)
         yield from self._take_json(reader, are_arguments=True)
         if reader.depth <= 0 and is_json(reader.text):  # otherwise a mark that ends calls has cut them off
             self.whole_calls += 1
-        elif reader.depth <= 0:
-            self.broken[self.calls - 1] = self.received[self.call_at : len(self.received) - len(self.text)]
         if self.format.keys is not None:
             yield from self._take_json(JsonReader(self.closers, depth=1))
         return True
@@ -531,17 +535,11 @@ class AnswerParser:
     def _take_json(self, reader: "JsonReader", are_arguments: bool = False) -> Iterator[None]:
         while not reader.is_complete:
             at, text = reader.read(self.text, 0, self.ended)
-            self._take_of_call(at)
+            self._take(at)
             if are_arguments:
                 self._add_arguments(text)
             if not reader.is_complete:
                 yield from self._more()
-
-    def _take_of_call(self, n: int):
-        """Take n characters that belong to the latest call."""
-        taken = self._take(n)
-        if self.calls - 1 in self.broken:
-            self.broken[self.calls - 1] += taken
 
     # ------------------------------------------------------------ arguments one by one
 
@@ -622,20 +620,10 @@ class AnswerParser:
         return self._add_call(start[1], arguments, n)
 
 
-def without_broken_calls(events: list[Event], broken: dict[int, str]) -> list[Event]:
-    """The events of a whole answer, with the calls in AnswerParser.broken as content."""
-    kept = []
-    indices = {}  # of the other calls: before, now
-    for event in events:
-        index = getattr(event, "index", None)
-        if index is None:
-            kept.append(event)
-        elif index not in broken:
-            indices.setdefault(index, len(indices))
-            kept.append(replace(event, index=indices[index]))
-        elif isinstance(event, CallBegins):
-            kept.append(Content(broken[index]))
-    return kept
+def find_mark(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
+    """Where the first of the marks begins, and the mark. If there is none, where one may begin, and ""."""
+    found = [(text.find(mark), mark) for mark in marks if mark in text]
+    return min(found, default=(start_of_partial(text, marks), ""))
 
 
 class JsonReader:

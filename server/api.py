@@ -18,7 +18,7 @@ from config import Config
 from engine import Request, check_prompt
 from sampling import NEUTRAL, SamplingParams
 from server.answer_text import AnswerText
-from server.answers import AnswerParser, Event, without_broken_calls
+from server.answers import AnswerParser, Event
 from server.chat_prompts import ChatModel, Conversation
 from server.constraints import Constraint, GrammarChecker, answer_source, read_constraint
 from server.openai_requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
@@ -76,13 +76,6 @@ class Choice:
         if update.events is None:
             update = self.answer.read(update)
         return update.events
-
-    def all_events(self, combined: Update) -> list[Event]:
-        """The events of a whole answer. Calls whose arguments are not JSON are content there; a stream
-        has begun to send them as calls."""
-        events = without_broken_calls(self.events(combined), self.parser.broken)
-        self.parser.calls -= len(self.parser.broken)
-        return events
 
     def finish_reason(self, update: Update) -> str | None:
         """The finish reason for the response, after the update was parsed.
@@ -322,7 +315,7 @@ class ServedModel:
                 can_time_out=not choices,
                 syntax=syntax,
             )
-            parser = AnswerParser(syntax, fields.stop, fits)
+            parser = AnswerParser(syntax, fields.stop, fits, fields.stream)
             answer = AnswerText(self.tokenizer, text_request, parser)
             choices.append(Choice(len(choices), text_request, parser=parser, answer=answer))
         response_id = f"chatcmpl-{secrets.token_hex(12)}"

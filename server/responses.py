@@ -98,7 +98,7 @@ class ResponseBuilder:
         for choice in self.completion.choices:
             update = choice.combined()
             if self.completion.is_chat:
-                fields = message_fields(choice.all_events(update))
+                fields = message_fields(choice.events(update))
                 message = {"role": "assistant", **fields, "refusal": None}
                 answer = {"message": message, "logprobs": None}
                 if choice.request.logprobs is not None:
@@ -153,7 +153,7 @@ class BlockBuilder:
     def whole(self) -> dict:
         choice = self.completion.choices[0]
         combined = choice.combined()
-        self.add(choice, combined, choice.all_events(combined))
+        self.add(choice, combined, choice.events(combined))
         return self.response
 
     def stream_update(self, choice: Choice, update: Update) -> bytes:

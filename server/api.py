@@ -252,8 +252,7 @@ class ServedModel:
         grammar = None
         if constraint is not None:
             grammar = answer_source(constraint, {})
-            is_tried = constraint.given is not None
-            self.grammars.check(grammar, constraint.param, constraint.kind, is_tried)
+            self.grammars.check_constraint(grammar, constraint)
 
         stop_ids = fields.stop_ids(self.eos_ids)
         all_params = fields.sampling_params(self.sampling, self.config.vocab_size)
@@ -352,8 +351,7 @@ class ServedModel:
         if choice.tools and (constraint is None or choice.required):
             self.grammars.check(grammar, "tools", "a schema")
         else:
-            is_tried = not choice.tools and constraint.given is not None
-            self.grammars.check(grammar, constraint.param, constraint.kind, is_tried)
+            self.grammars.check_constraint(grammar, constraint, has_tools=bool(choice.tools))
         return grammar
 
     def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:

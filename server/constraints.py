@@ -32,29 +32,29 @@ TRY_TIME_S = 30  # the same, on a busy machine
 # Less than the threads of the engine's process have, where the grammar is compiled again.
 TRY_STACK_BYTES = 1 << 20
 MAX_DESCRIPTORS = 1 << 16
-NOT_COMPILED = "it is too complex to compile"
-
-
-@dataclass(frozen=True)
-class GivenSchema:
-    """A JSON schema of a request."""
-
-    schema: dict | bool
-    strict: bool  # False: what the library does not support is left out
-    param: str  # the field of the request that has it
-    place: str  # its path in the request, for messages
 
 
 @dataclass(frozen=True)
 class Constraint:
     """What the content of an answer must fit."""
 
-    rule: str  # an expression of a Lark grammar
+    kind: str  # "json", "regex" or "choice"
+    value: dict | bool | str | list[str]  # the schema, the pattern or the texts
     param: str  # the field of the request that asks for it
-    kind: str  # for messages
-    given: GivenSchema | None = None  # what the rule was made of
+    place: str  # the path of the schema in the request, for messages
+    strict: bool = False  # False: what the library does not support is left out of the schema
+
+    @property
+    def rule(self) -> str:
+        """The expression of a Lark grammar."""
+        if self.kind == "regex":
+            return f"/{escaped_pattern(self.value)}/"
+        if self.kind == "choice":
+            return f"({' | '.join(map(json.dumps, self.value))})"
+        return schema_rule(self.value, lenient=not self.strict)
 
 
+KIND_NAMES = {"json": "the schema", "regex": "the regular expression", "choice": "the choice"}  # for messages
 # Other servers' fields, each with the kind of its constraint.
 KINDS = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
@@ -88,29 +88,16 @@ def format_constraint(format: ResponseFormat) -> Constraint:
     param = "response_format"
     named = format.json_schema
     if named is not None:
-        return schema_constraint(named.schema_, param, lenient=not named.strict, place=f"{param}.json_schema.schema")
+        return Constraint("json", named.schema_, param, f"{param}.json_schema.schema", named.strict)
     return make_constraint("json", {} if format.schema_ is None else format.schema_, param)
 
 
 def make_constraint(kind: str, value, param: str) -> Constraint:
-    """kind: "json", "regex" or "choice". value: the value of the field `param`."""
-    if kind == "regex":
-        return Constraint(f"/{escaped_pattern(value)}/", param, "the regular expression")
-    if kind == "choice":
-        return Constraint(f"({' | '.join(map(json.dumps, value))})", param, "the choice")
+    """The constraint in another field. value: the value of the field `param`."""
     # An empty schema means any object there, as in llama-server.
     if value == "json" or (value == {} and param in ("json_schema", "format", "response_format")):
         value = ANY_OBJECT
-    return schema_constraint(value, param, lenient=True)
-
-
-def schema_constraint(schema: dict | bool, param: str, lenient: bool = False, place: str = "") -> Constraint:
-    """place: the path of the schema in the request, if it is not just the field."""
-    given = GivenSchema(schema, not lenient, param, place or param)
-    try:
-        return Constraint(schema_rule(schema, lenient), param, "the schema", given)
-    except RecursionError:
-        raise ApiError(f"{param}: the schema is nested too deeply", param=param) from None
+    return Constraint(kind, value, param, param)
 
 
 # ---------------------------------------------------------------- the grammar of an answer
@@ -171,35 +158,32 @@ class GrammarChecker:
     def fit_constraint(self, constraint: Constraint | None) -> Constraint | None:
         """A constraint whose schema the library supports. ApiError if the given one is strict and
         not supported."""
-        if constraint is None or constraint.given is None:
+        if constraint is None or constraint.kind != "json":
             return constraint
-        schema = self.fit([constraint.given])[0]
-        return replace(constraint, rule=schema_rule(schema, not constraint.given.strict))
+        (schema,) = self.fit([(constraint.value, constraint.strict, constraint.place)], constraint.param)
+        return replace(constraint, value=schema)
 
     def fit_tools(self, tools: list[Tool]) -> list[Tool]:
-        """Tools whose schemas the library supports. ApiError if that of a strict tool is not
+        """Tools whose schemas the library supports. ApiError if the schema of a strict tool is not
         supported."""
-        given = [GivenSchema(ANY_OBJECT | tool.schema, tool.strict, "tools", tool.place) for tool in tools]
-        return [replace(tool, schema=schema) for tool, schema in zip(tools, self.fit(given))]
+        schemas = self.fit([(ANY_OBJECT | tool.schema, tool.strict, tool.place) for tool in tools], "tools")
+        return [replace(tool, schema=schema) for tool, schema in zip(tools, schemas)]
 
-    def fit(self, given: list[GivenSchema]) -> list[dict | bool]:
-        """The schemas as fit_schema returns them. What is not enforced is logged, or if the schema
-        is strict, an ApiError."""
-        param = given[0].param
+    def fit(self, given: list[tuple[dict | bool, bool, str]], param: str) -> list[dict | bool]:
+        """The schemas as fit_schema returns them, given as (schema, whether it is strict, its path). What is not
+        enforced is logged, or if the schema is strict, an ApiError."""
 
         def work(compiler: GrammarTokenizer) -> list:
-            return [fit_schema(compiler, one.schema, one.strict, one.place) for one in given]
+            return [fit_schema(compiler, *one) for one in given]
 
         try:
-            text = json.dumps([(one.schema, one.strict, one.place) for one in given])
+            found = self.tried(json.dumps(given), param, work)
         except RecursionError:
             raise ApiError(f"{param}: a schema is nested too deeply", param=param) from None
-        found = self.tried(text, param, work)
-        if found is None:
-            raise ApiError(f"{param}: the schema is not supported: {NOT_COMPILED}", param=param)
-
-        for one, (_, lost) in zip(given, found):
-            if lost and one.strict:
+        except UserError as error:
+            raise ApiError(f"{param}: the schema is not supported: {error}", param=param) from None
+        for (_, strict, _), (_, lost) in zip(given, found):
+            if lost and strict:
                 raise ApiError(f"{param}: the schema is not supported: {lost}", param=param)
             if lost:
                 log_once(self.logged, lost, f"the schema of a request is not enforced in full: {lost}")
@@ -217,14 +201,13 @@ class GrammarChecker:
             message = str(error).replace(f"{self.tokenizer.path} has", "the model has")
             raise ApiError(f"{param}: {message}", param=param) from None
 
-    def tried(self, text: str, param: str, work: Callable[[GrammarTokenizer], str | list]) -> str | list | None:
-        """What work(compiler) returns, or None if it takes too long or too much memory. It runs in
-        another process, once for each text."""
+    def tried(self, text: str, param: str, work: Callable[[GrammarTokenizer], str | list]) -> str | list:
+        """What work(compiler) returns. It runs in another process, once for each text. UserError if it takes too
+        long or too much memory."""
         compiler = self.get_compiler(param)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        found = self.results.get(key)
-        if found is not None:
-            return found
+        if key in self.results:
+            return self.results[key]
 
         if not self.tries.acquire(timeout=TRY_WAIT_S):
             message = "too many schemas are being compiled"
@@ -235,8 +218,7 @@ class GrammarChecker:
             self.tries.release()
         if len(self.results) >= MAX_RESULTS:
             self.results.clear()
-        if found is not None:
-            self.results[key] = found
+        self.results[key] = found
         return found
 
     def check(self, source: str, param: str, kind: str = "the schema", is_tried: bool = False):
@@ -245,15 +227,18 @@ class GrammarChecker:
         param, kind: the field that it comes from, and what the field has, for the message.
         is_tried: whether `fit` has compiled the schema of this grammar, so that only its size is
         to be checked."""
-        error: str | None = ""
         try:
             check_size(source)
-        except UserError as failure:
-            error = str(failure)
-        if not error and not is_tried:
-            error = self.tried(source, param, lambda compiler: refusal(compiler, source))
-        if error != "":
-            raise ApiError(f"{param}: {kind} is not supported: {error or NOT_COMPILED}", param=param)
+            reason = "" if is_tried else self.tried(source, param, lambda compiler: refusal(compiler, source))
+        except UserError as error:
+            reason = str(error)
+        if reason:
+            raise ApiError(f"{param}: {kind} is not supported: {reason}", param=param)
+
+    def check_constraint(self, source: str, constraint: Constraint, has_tools: bool = False):
+        """The same for the grammar of an answer that must fit a constraint, or is a call if it has tools."""
+        is_tried = constraint.kind == "json" and not has_tools
+        self.check(source, constraint.param, KIND_NAMES[constraint.kind], is_tried)
 
     def accepts(self, source: str, text: str) -> bool:
         """Whether an answer may be this text and nothing more. `source` is a valid grammar. False
@@ -268,8 +253,8 @@ class GrammarChecker:
 # ---------------------------------------------------------------- trying schemas and grammars
 
 
-def run_apart(work: Callable[[], str | list]) -> str | list | None:
-    """What a function returns; None if it does not come to its end.
+def run_apart(work: Callable[[], str | list]) -> str | list:
+    """What a function returns; UserError if it does not come to its end.
 
     It runs in a forked process of bounded time. For some schemas of a few bytes, the library needs
     minutes in spite of its own limits, and others overflow the stack, which ends the process.
@@ -285,7 +270,9 @@ def run_apart(work: Callable[[], str | list]) -> str | list | None:
     with open(reader, "rb") as pipe:
         sent = pipe.read()
     _, status = os.waitpid(pid, 0)
-    return json.loads(sent) if sent and status == 0 else None
+    if not sent or status != 0:
+        raise UserError("it is too complex to compile")
+    return json.loads(sent)
 
 
 def run_bounded(work: Callable[[], str | list], writer: int):

@@ -1,9 +1,8 @@
 """Grammars that make a model write calls of tools that fit their schemas.
 
 Read down: literal and text_until, expressions of a Lark grammar; ToolGrammar, the expressions for
-calls; ParameterRules, the rules for arguments that are written one by one; python_rules, those for
-arguments as in Python. tools.py describes how a model writes calls, and text/grammar.py how masks follow a
-grammar.
+calls; ArgumentRules, the rules for arguments that are not a JSON object. tools.py describes how a model
+writes calls, and text/grammar.py how masks follow a grammar.
 """
 
 import json
@@ -13,7 +12,6 @@ from cli import UserError
 from server.parameters import (
     MAX_DEPTH,
     STRING,
-    ParameterFormat,
     follow,
     members_of,
     properties_of,
@@ -25,7 +23,7 @@ from text.grammar import schema_rule
 
 
 def literal(text: str, special: dict[str, int]) -> str:
-    """A text as an expression of a grammar. Any id may stand in the place of PROBE_ID. Special
+    """A text as an expression of a grammar. PROBE_ID stands for any id. Special
     tokens are named by their token ids, because text does not match them."""
     found = [name for name in special if name in text]
     names = sorted(found, key=len, reverse=True)  # a name may be the beginning of a longer one
@@ -60,14 +58,11 @@ class ToolGrammar:
         texts: dict[str, str] = {}
         for i, tool in enumerate(tools):
             calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
-            if format.is_python:
-                rules += python_rules(tool, i)
-                continue
-            if format.parameters is not None:
-                rules.append(ParameterRules(format.parameters, tool, i, special, texts).rule)
-                continue
-            rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
-            rules.append(f"arguments_{i}: {rule}")
+            if format.is_python or format.parameters is not None:
+                rules += ArgumentRules(format, tool, special, texts).rules(i)
+            else:
+                rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
+                rules.append(f"arguments_{i}: {rule}")
         rules += [f"{name}: {text}" for text, name in texts.items()]
         self.rules = [f"call: {' | '.join(calls)}", *rules]
 
@@ -128,57 +123,99 @@ def value_rule(schema: dict | bool, root: dict, lenient: bool) -> str:
     return schema_rule(schema, lenient)
 
 
-# ---------------------------------------------------------------- arguments one by one
+# ---------------------------------------------------------------- arguments that are not a JSON object
 
 ANY_TEXT = r"(.|\n)*"
 MAX_REPEATS = 10_000  # longer texts are not limited
+PLAIN = {"type", "title", "description", "default", "examples"}  # keywords of a type and nothing more
+JSON_TYPES = {"true": "boolean", "false": "boolean", "null": "null"}
 
 
-class ParameterRules:
-    """The rules for a tool's arguments if they are written one by one: the properties of its schema
+class ArgumentRules:
+    """The rules for a tool's arguments if they are written one by one, or as in Python: the properties of its schema
     in their order, of which those that are not required may be missing, and then any others.
 
-    Not enforced are the schema's keywords about the object as a whole, and a string's format.
+    Not enforced are the schema's keywords about the object as a whole, and if arguments are written one by one, a
+    string's format. Values as in Python are written as JSON, which python_calls.py reads, too.
     """
 
-    def __init__(
-        self, format: ParameterFormat, tool: Tool, number: int, special: dict[str, int], texts: dict[str, str]
-    ):
-        """number: the tool's, in the name of its rule. texts: gets the expressions of keys and
-        values that are texts, each with the name of a rule for it. Several tools may share it."""
-        self.format = format
+    def __init__(self, format: ToolFormat, tool: Tool, special: dict[str, int], texts: dict[str, str]):
+        """texts: gets the expressions of keys and values that are texts, each with the name of a rule for it.
+        Several tools may share it."""
+        self.tool = tool
         self.root = tool.schema
-        self.lenient = not tool.strict
-        self.special = special
-        self.after = literal(format.after, special)
+        self.is_python = format.is_python
         self.texts = texts
-        self.rule = f"arguments_{number}: {self._arguments() or json.dumps('')}"
+        self.separator = '", "'
+        self.before_key = ""
+        self.after_key = json.dumps("=")
+        self.other_key = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # the key of an argument that the schema does not name
+        if not self.is_python:
+            self.separator = ""
+            self.before_key = literal(format.parameters.before, special)
+            self.after_key = literal(format.parameters.middle, special)
+            self.other_key = r"/[\w.-]{1,64}/"
+            self.end = format.parameters.after.strip()
+            self.after = literal(format.parameters.after, special)
 
-    def _arguments(self) -> str:
+    def rules(self, number: int) -> list[str]:
+        """The rule `arguments_NUMBER`, after those that it refers to. UserError if the name of an argument cannot be
+        written."""
         properties, required, others = named_arguments(self.root)
-        parts = []
-        for key, schema in properties.items():
-            if schema is False:
-                continue
-            part = self._parameter(json.dumps(key), self._value(schema))
-            parts.append(part if key in required else f"({part})?")
-
+        rules = []
+        rest = json.dumps("")  # the rule for what follows an argument
+        first = rest  # the same, if no argument has come
         if others is not False:
             named = "".join(f" & ~{json.dumps(key)}" for key in properties)
-            key = self._name_of(rf"/[\w.-]{{1,64}}/{named}")
-            parts.append(f"({self._parameter(key, self._value(others))})*")
-        return " ".join(parts)
+            key = self._name_of(f"{self.other_key}{named}")
+            rules.append(f"other_{number}: {self._argument(key, others)}")
+            rest = f"({self.separator} other_{number})*"
+            first = f"(other_{number} {rest})?"
+
+        for key, schema in reversed(properties.items()):
+            if schema is False:
+                continue
+            if self.is_python and not KEYWORD.fullmatch(key):
+                place = f"{self.tool.place}.properties[{json.dumps(key[:60])}]"
+                raise UserError(f"{place}: a call as in Python cannot have an argument of this name")
+            here = f"{number}_{len(rules)}"
+            is_required = key in required
+            rules += [
+                f"item_{here}: {self._argument(json.dumps(key), schema)}",
+                f"rest_{here}: ({self.separator} item_{here}){{{int(is_required)},1}} {rest}",
+                f"first_{here}: item_{here} {rest}" + ("" if is_required else f" | {first}"),
+            ]
+            rest = f"rest_{here}"
+            first = f"first_{here}"
+        return [*rules, f"arguments_{number}: {first}"]
+
+    def _argument(self, key: str, schema: dict | bool) -> str:
+        """The expression of an argument. Its key is a token of its own: the library does not tell
+        tokens apart of which one is the beginning of another."""
+        value = self._python_value(schema) if self.is_python else self._value(schema)
+        return f"{self.before_key} {key} {self.after_key} ({value})"
+
+    def _json(self, schema: dict | bool) -> str:
+        return value_rule(schema, self.root, not self.tool.strict)
+
+    def _python_value(self, schema: dict | bool) -> str:
+        """The expression of a value as JSON, or if its schema has just a type, as a word of Python."""
+        found = follow(schema, self.root)
+        parts = [found]
+        if isinstance(found, dict) and set(found) <= {"anyOf", *PLAIN}:
+            parts = found.get("anyOf", parts)
+        types: set[str] = set()
+        for part in (follow(one, self.root) for one in parts):
+            if isinstance(part, dict) and set(part) <= PLAIN:
+                types |= types_of(part, self.root) or set(JSON_TYPES.values())
+        words = [json.dumps(JSON_WORDS[word]) for word, kind in JSON_TYPES.items() if kind in types]
+        return " | ".join([self._json(schema), *words])
+
+    # ------------------------------------------------------------ arguments one by one
 
     def _name_of(self, text: str) -> str:
         """The name of the rule for the expression of a text."""
         return self.texts.setdefault(text, f"TEXT_{len(self.texts)}")
-
-    def _parameter(self, key: str, value: str) -> str:
-        """The expression of an argument. Its key is a token of its own: the library does not tell
-        tokens apart of which one is the beginning of another."""
-        before = literal(self.format.before, self.special)
-        middle = literal(self.format.middle, self.special)
-        return f"{before} {key} {middle} {value}"
 
     def _value(self, schema, depth: int = 0) -> str:
         """The expression of a value and of the text after it."""
@@ -190,7 +227,7 @@ class ParameterRules:
         if members:
             return self._one_of(members)
         if "string" not in types:
-            return f"{value_rule(schema, self.root, self.lenient)} {self.after}"
+            return f"{self._json(schema)} {self.after}"
         if types == STRING:
             return self._text(schema)
 
@@ -206,36 +243,26 @@ class ParameterRules:
 
     def _one_of(self, members: list) -> str:
         """One of the values of an enum, and the text after it."""
-        mark = self.format.after.strip()
         texts = [one if isinstance(one, str) else json.dumps(one) for one in members]
-        choices = [json.dumps(text) for text in texts if mark not in text]
+        choices = [json.dumps(text) for text in texts if self.end not in text]
         if not choices:
             return self._text({})
         return f"({' | '.join(choices)}) {self.after}"
 
     def _text(self, schema: dict) -> str:
         """A string, and the text after it, which begins with the first mark."""
-        conditions = [f"~(TEXT {json.dumps(self.format.after.strip())} TEXT)"]
-        conditions += length_conditions(schema)
+        conditions = [f"~(TEXT {json.dumps(self.end)} TEXT)"]
+        if "minLength" in schema or "maxLength" in schema:
+            low = min(schema.get("minLength", 0), MAX_REPEATS)
+            high = schema.get("maxLength", MAX_REPEATS + 1)
+            conditions.append(rf"/(.|\n){{{low},{high if high <= MAX_REPEATS else ''}}}/")
         pattern = whole_pattern(schema.get("pattern"))
         if pattern is not None:
             conditions.append(f"/{pattern}/")
         text = f"(TEXT & {' & '.join(conditions)})"
-        is_token = "<[" in self.after
-        if is_token:  # which is not text
+        if "<[" in self.after:  # a special token, which is not text
             return f"{self._name_of(text)} {self.after}"
         return self._name_of(f"{text} {self.after}")
-
-
-def length_conditions(schema: dict) -> list[str]:
-    """The expression of all texts that have the length that a schema asks for, if it does."""
-    low = schema.get("minLength", 0)
-    high = schema.get("maxLength", MAX_REPEATS + 1)
-    if type(low) is not int or type(high) is not int or not 0 <= low <= MAX_REPEATS or high < 0:
-        return []
-    if high > MAX_REPEATS:
-        return [rf"/(.|\n){{{low},}}/"] if low else []
-    return [rf"/(.|\n){{{low},{high}}}/"]
 
 
 def whole_pattern(pattern) -> str | None:
@@ -263,61 +290,3 @@ def escaped_pattern(pattern: str) -> str:
     """A regular expression as it may stand between slashes in a grammar."""
     escapes = {"/": r"\/", "\n": r"\n"}
     return re.sub(r"\\.|[/\n]", lambda part: escapes.get(part[0], part[0]), pattern, flags=re.DOTALL)
-
-
-# ---------------------------------------------------------------- arguments as in Python
-
-OTHER_KEYWORD = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}=/"  # an argument that the schema does not name
-PLAIN = {"type", "title", "description", "default", "examples"}  # keywords of a type and nothing more
-JSON_TYPES = {"true": "boolean", "false": "boolean", "null": "null"}
-
-
-def python_rules(tool: Tool, number: int) -> list[str]:
-    """The rules for a tool's arguments: those that its schema names, in their order, of which those that
-    are not required may be missing, and then any others. Values are written as JSON, which
-    python_calls.py reads, too. UserError if the name of an argument cannot be written.
-
-    Not enforced are the schema's keywords about the object as a whole. number: the tool's, in the
-    names of its rules.
-    """
-    properties, required, others = named_arguments(tool.schema)
-    rules = []
-    rest = json.dumps("")  # the rule for what follows an argument
-    first = rest  # the same, if no argument has come
-    if others is not False:
-        named = "".join(f" & ~{json.dumps(key + '=')}" for key in properties)
-        rules.append(f"KEY_{number}: {OTHER_KEYWORD}{named}")
-        rules.append(f"other_{number}: KEY_{number} ({python_value(others, tool)})")
-        rest = f'(", " other_{number})*'
-        first = f"(other_{number} {rest})?"
-
-    for key, schema in reversed(properties.items()):
-        if schema is False:
-            continue
-        if not KEYWORD.fullmatch(key):
-            place = f"{tool.place}.properties[{json.dumps(key[:60])}]"
-            raise UserError(f"{place}: a call as in Python cannot have an argument of this name")
-        here = f"{number}_{len(rules)}"
-        is_required = key in required
-        rules += [
-            f"item_{here}: {json.dumps(key + '=')} ({python_value(schema, tool)})",
-            f'rest_{here}: (", " item_{here}){{{int(is_required)},1}} {rest}',
-            f"first_{here}: item_{here} {rest}" + ("" if is_required else f" | {first}"),
-        ]
-        rest = f"rest_{here}"
-        first = f"first_{here}"
-    return [*rules, f"arguments_{number}: {first}"]
-
-
-def python_value(schema: dict | bool, tool: Tool) -> str:
-    """The expression of a value as JSON, or if its schema has just a type, as a word of Python."""
-    found = follow(schema, tool.schema)
-    parts = [found]
-    if isinstance(found, dict) and set(found) <= {"anyOf", *PLAIN}:
-        parts = found.get("anyOf", parts)
-    types: set[str] = set()
-    for part in (follow(one, tool.schema) for one in parts):
-        if isinstance(part, dict) and set(part) <= PLAIN:
-            types |= types_of(part, tool.schema) or set(JSON_TYPES.values())
-    words = [json.dumps(JSON_WORDS[word]) for word, kind in JSON_TYPES.items() if kind in types]
-    return " | ".join([value_rule(schema, tool.schema, not tool.strict), *words])

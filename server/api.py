@@ -24,6 +24,7 @@ from server.constraints import Constraint, GrammarChecker, answer_source, read_c
 from server.openai_requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 from server.pipe_messages import TextRequest, Update
 from server.request_fields import ApiError
+from server.tool_grammars import ToolGrammar
 from text.tokenizer import Tokenizer, TokenizerFiles
 
 LONG_TOKEN = 16  # characters: more than tokens have on average
@@ -342,12 +343,20 @@ class ServedModel:
         """
         choice = conversation.tool_choice
         constraint = self.grammars.fit_constraint(constraint)
-        if choice.tools and (choice.has_grammar or constraint is not None):
-            choice.tools = self.grammars.fit_tools(choice.tools)
-
-        grammar = self.chat.answer_grammar(conversation, constraint)
-        if grammar is None:
+        if not choice.has_grammar and constraint is None:
             return None
+
+        chat = self.chat
+        syntax = conversation.syntax
+        calls = None
+        if choice.tools:
+            choice.tools = self.grammars.fit_tools(choice.tools)
+            try:
+                calls = ToolGrammar(chat.tool_format, choice.tools, chat.special_tokens, syntax.max_calls is None)
+            except UserError as error:
+                raise ApiError(f"tools: a schema is not supported: {error}", param="tools") from None
+        thinking = None if conversation.thinking_is_over else chat.thinking
+        grammar = answer_source(constraint, chat.special_tokens, calls, choice.required, thinking, syntax.begins_inside)
         if choice.tools and (constraint is None or choice.required):
             self.grammars.check(grammar, "tools", "a schema")
         else:

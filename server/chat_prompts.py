@@ -16,11 +16,9 @@ from itertools import takewhile
 
 from cli import UserError, print_status
 from server.answers import AnswerSyntax
-from server.constraints import Constraint, answer_source
 from server.openai_requests import ConversationFields, Function, FunctionTool, Message, ToolSubset, text_of
 from server.parameters import property_types
 from server.request_fields import ApiError, log_once
-from server.tool_grammars import ToolGrammar
 from server.tools import (
     Tool,
     ToolFormat,
@@ -128,12 +126,11 @@ class ChatModel:
         if add_prompt is False and not continues:
             text = "add_generation_prompt is not supported, except with true"
             raise ApiError(text, param="add_generation_prompt")
-        conversation = self.render(checked, tools, variables, continues)
-        conversation.thinking_budget = fields.thinking_budget
         if fields.thinking_budget is not None and self.thinking is None:
             text = "a request has thinking_budget, which is ignored: the model has no thoughts"
             log_once(fields.logged, "thinking_budget", text)
-        return conversation
+        conversation = self.render(checked, tools, variables, continues)
+        return replace(conversation, thinking_budget=fields.thinking_budget)
 
     def thinking_variables(self, fields: ConversationFields) -> dict:
         """The template's variables for OpenAI's reasoning_effort, as llama-server translates it,
@@ -221,27 +218,6 @@ class ChatModel:
         """The message of the template's error. Clients do not see the paths of files."""
         return str(error).replace(f"{self.template.path}: ", "")
 
-    def answer_grammar(self, conversation: Conversation, constraint: Constraint | None) -> str | None:
-        """The source of the grammar that an answer must fit; None if there is none."""
-        tools = conversation.tool_choice
-        syntax = conversation.syntax
-        if not tools.has_grammar and constraint is None:
-            return None
-
-        special = self.special_tokens
-        calls = None
-        if tools.tools:
-            several = syntax.max_calls is None
-            try:
-                calls = ToolGrammar(self.tool_format, tools.tools, special, several)
-            except RecursionError:
-                raise ApiError("tools: a schema is nested too deeply", param="tools") from None
-            except UserError as error:
-                raise ApiError(f"tools: a schema is not supported: {error}", param="tools") from None
-        thinking = None if conversation.thinking_is_over else self.thinking
-        begins_inside = syntax.begins_inside
-        return answer_source(constraint, special, calls, tools.required, thinking, begins_inside)
-
     def limit_of_thoughts(self, conversation: Conversation) -> ThinkingBudget | None:
         """What the engine has to know to end the thoughts of an answer; None if they have no limit,
         or if there are none."""
@@ -266,7 +242,7 @@ class ChatModel:
 
         name: of the message in the request, for errors.
         """
-        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+        role = "system" if message.role == "developer" else message.role
         if role == "tool" and self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.role")
         checked = {"role": role, "content": text_of(message.content)} | self.further_keys(message, name)
@@ -277,11 +253,13 @@ class ChatModel:
             checked["content"] += message.refusal
             if message.thoughts:
                 checked |= dict.fromkeys(THOUGHTS, message.thoughts)
-            calls = message.calls
-            if calls and self.tool_format is None:
+            if message.tool_calls and self.tool_format is None:
                 raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.tool_calls")
-            if calls:
-                checked["tool_calls"] = [(call_id, one.name, read_arguments(one.arguments)) for call_id, one in calls]
+            if message.tool_calls:
+                checked["tool_calls"] = [
+                    (call.id, call.function.name, read_arguments(call.function.arguments))
+                    for call in message.tool_calls
+                ]
         elif role == "tool":
             checked["tool_call_id"] = message.tool_call_id
         return checked

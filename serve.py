@@ -89,8 +89,10 @@ def parse_arguments(argv=None):
         args.max_queue = 4 * args.max_batch_size
     key = args.api_key
     if key is not None and (key != key.strip() or min(key, default="") < " "):
-        reason = "has control characters, or white space at an end, which HTTP cannot transmit"
-        raise UserError(f"--api_key is empty or {reason}; leave the option out to need no key")
+        raise UserError(
+            "--api_key is empty or has control characters, or white space at an end, which HTTP cannot transmit; "
+            "leave the option out to need no key"
+        )
     return args
 
 

@@ -176,8 +176,11 @@ class ServedModel:
         than 100 bytes of memory for each byte."""
         beginning = text[: LONG_TOKEN * self.context_length]
         if beginning != text and len(self.tokenizer.encode(beginning)) > self.context_length + LONG_TOKEN:
-            reason = f"the prompt has more than the {self.context_length} tokens of the context"
-            raise ApiError(reason, param=param, code="context_length_exceeded")
+            raise ApiError(
+                f"the prompt has more than the {self.context_length} tokens of the context",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def encode_prompts(self, prompt) -> list[tuple[list[int], str | None]]:
         """(ids, text) of each prompt in the field `prompt`; text is None if token ids were sent."""
@@ -185,8 +188,7 @@ class ServedModel:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             prompts = prompt
         if len(prompts) > MAX_PROMPTS:
-            text = f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed"
-            raise ApiError(text, param="prompt")
+            raise ApiError(f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
 
         return [(self.encode(one, "prompt"), one) if isinstance(one, str) else (one, None) for one in prompts]
 
@@ -217,8 +219,7 @@ class ServedModel:
             raise self.unknown_model(name)
 
     def unknown_model(self, name: str) -> ApiError:
-        text = f"the model {name!r} does not exist, only {self.name!r}"
-        return ApiError(text, 404, "model", "model_not_found")
+        return ApiError(f"the model {name!r} does not exist, only {self.name!r}", 404, "model", "model_not_found")
 
     def check_length(self, prompt: list[int], max_tokens: int, param: str, low: int) -> int:
         """Return the number of tokens that may follow a prompt: max_tokens, but no more than fit into
@@ -236,8 +237,11 @@ class ServedModel:
 
         room = self.context_length - len(prompt)
         if room < (low if max_tokens == -1 else min(max_tokens, 1)):
-            text = f"the prompt has {len(prompt)} tokens, as many as the context, so no token can follow"
-            raise ApiError(text, param=param, code=too_long)
+            raise ApiError(
+                f"the prompt has {len(prompt)} tokens, as many as the context, so no token can follow",
+                param=param,
+                code=too_long,
+            )
         return room if max_tokens == -1 else min(max_tokens, room)
 
     def parse_completion(self, body: dict) -> CompletionRequest:
@@ -246,8 +250,10 @@ class ServedModel:
         self.check_model_name(fields.model)
         prompts = self.encode_prompts(fields.prompt)
         if len(prompts) * fields.n > MAX_PROMPTS:
-            text = f"{len(prompts)} prompts with n={fields.n} are not supported"
-            raise ApiError(f"{text}, at most {MAX_PROMPTS} answers in all", param="n")
+            raise ApiError(
+                f"{len(prompts)} prompts with n={fields.n} are not supported, at most {MAX_PROMPTS} answers in all",
+                param="n",
+            )
 
         constraint = self.grammars.fit_constraint(read_constraint(fields))
         grammar = None
@@ -394,8 +400,7 @@ class ServedModel:
         V = self.config.vocab_size
         for i in fields.tokens:
             if not 0 <= i < V:
-                text = f"token id {i} is outside the vocabulary of {V} (0 to {V - 1})"
-                raise ApiError(text, param="tokens")
+                raise ApiError(f"token id {i} is outside the vocabulary of {V} (0 to {V - 1})", param="tokens")
         return {"prompt": self.tokenizer.decode(fields.tokens)}
 
     def tokenizer_info(self) -> dict:

@@ -116,19 +116,23 @@ class ChatModel:
         continues = fields.continue_final_message
         ends_with_answer = checked[-1]["role"] == "assistant"
         if continues and not ends_with_answer:
-            text = "continue_final_message: the last message is not the assistant's"
-            raise ApiError(text, param="continue_final_message")
+            raise ApiError(
+                "continue_final_message: the last message is not the assistant's", param="continue_final_message"
+            )
         if continues and add_prompt:
-            text = "add_generation_prompt and continue_final_message exclude each other"
-            raise ApiError(text, param="add_generation_prompt")
+            raise ApiError(
+                "add_generation_prompt and continue_final_message exclude each other", param="add_generation_prompt"
+            )
 
         continues = continues or (ends_with_answer and add_prompt is not True)
         if add_prompt is False and not continues:
-            text = "add_generation_prompt is not supported, except with true"
-            raise ApiError(text, param="add_generation_prompt")
+            raise ApiError("add_generation_prompt is not supported, except with true", param="add_generation_prompt")
         if fields.thinking_budget is not None and self.thinking is None:
-            text = "a request has thinking_budget, which is ignored: the model has no thoughts"
-            log_once(fields.logged, "thinking_budget", text)
+            log_once(
+                fields.logged,
+                "thinking_budget",
+                "a request has thinking_budget, which is ignored: the model has no thoughts",
+            )
         conversation = self.render(checked, tools, variables, continues)
         return replace(conversation, thinking_budget=fields.thinking_budget)
 
@@ -143,9 +147,11 @@ class ChatModel:
         variables = {name: value for name, value in asked.items() if value is not None}
 
         for name in variables.keys() - self.template_words:
-            reason = f"the model's chat template does not know {name}"
-            text = f"a request has {names[name]}, which is ignored: {reason}"
-            log_once(fields.logged, f"template: {name}", text)
+            log_once(
+                fields.logged,
+                f"template: {name}",
+                f"a request has {names[name]}, which is ignored: the model's chat template does not know {name}",
+            )
         return variables
 
     def render(self, messages: list[dict], tools: ToolChoice, variables: dict, continues: bool) -> Conversation:
@@ -175,8 +181,7 @@ class ChatModel:
         except UserError as error:
             raise ApiError(self.without_path(error), param="messages") from None
         except RecursionError:
-            reason = "messages: the arguments of a call are nested too deeply"
-            raise ApiError(reason, param="messages") from None
+            raise ApiError("messages: the arguments of a call are nested too deeply", param="messages") from None
 
         continued = None
         if continues and last["content"].strip():
@@ -270,14 +275,17 @@ class ChatModel:
         further = message.model_extra
         for key in ("audio", "images", "tool_calls", "function_call"):
             if further.get(key):
-                text = f"{name}.{key} is not supported in a message of the role {message.role}"
-                raise ApiError(text, param=f"{name}.{key}")
+                raise ApiError(
+                    f"{name}.{key} is not supported in a message of the role {message.role}", param=f"{name}.{key}"
+                )
 
         optional = {key for key in ("name", *THOUGHTS) if vars(message).get(key)}
         for key in (further.keys() | optional) - self.template_words:
-            reason = "the chat template does not know it"
-            text = f"a message has the field {key[:60]!r}, which is ignored: {reason}"
-            log_once(message.logged, f"message: {key}", text)
+            log_once(
+                message.logged,
+                f"message: {key}",
+                f"a message has the field {key[:60]!r}, which is ignored: the chat template does not know it",
+            )
         return {key: value for key, value in further.items() if key in self.template_words}
 
     def message_for_template(self, message: dict) -> dict:

@@ -210,8 +210,7 @@ class GrammarChecker:
             return self.results[key]
 
         if not self.tries.acquire(timeout=TRY_WAIT_S):
-            message = "too many schemas are being compiled"
-            raise ApiError(message, 503, code="overloaded", retry_after=TRY_WAIT_S)
+            raise ApiError("too many schemas are being compiled", 503, code="overloaded", retry_after=TRY_WAIT_S)
         try:
             found = run_apart(lambda: work(compiler))
         finally:

@@ -79,8 +79,12 @@ class EngineClient:
         if self.state in ("draining", "ended"):
             raise ApiError("the server is shutting down", 503, code="draining", retry_after=1)
         if self.in_use >= self.capacity:
-            text = f"all {self.rows} rows are in use and the queue of {self.capacity - self.rows} requests is full"
-            raise ApiError(text, 429, code="overloaded", retry_after=self.retry_after())
+            raise ApiError(
+                f"all {self.rows} rows are in use and the queue of {self.capacity - self.rows} requests is full",
+                429,
+                code="overloaded",
+                retry_after=self.retry_after(),
+            )
 
     def retry_after(self) -> int:
         """Seconds until half of the waiting requests have a row, at the recent completion rate."""
@@ -267,16 +271,16 @@ class UpdateStream:
 
     def _aborted(self, update: Update) -> Exception:
         """The exception for a request that the engine ended."""
-        message = update.error or ""
-        if update.finish_reason == "error" and message.startswith(TOO_COMPLEX):
-            return RequestAborted(message, 400)
+        error = update.error or ""
+        if update.finish_reason == "error" and error.startswith(TOO_COMPLEX):
+            return RequestAborted(error, 400)
         if update.finish_reason == "error":
-            return EngineFailure(update.error, update.traceback)
+            return EngineFailure(error, update.traceback)
         if self.engine.state != "ready":
-            message = "the server shut down before the response was complete"
-            return RequestAborted(message, 503, None, "draining", 1)
-        message = "the request waited too long in the queue"
-        return RequestAborted(message, 503, None, "queue_timeout", self.engine.retry_after())
+            return RequestAborted("the server shut down before the response was complete", 503, None, "draining", 1)
+        return RequestAborted(
+            "the request waited too long in the queue", 503, None, "queue_timeout", self.engine.retry_after()
+        )
 
 
 def estimate_bytes(update: Update) -> int:

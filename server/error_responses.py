@@ -115,8 +115,9 @@ def internal_error(scope, failure: BaseException) -> ApiError:
         details = (failure.details or "") if is_engine_failure else "".join(traceback.format_exception(failure))
         print_status(f"a request failed: {first_line(failure)} ({request_id})\n{details}".rstrip())
 
-    what = "generation failed for this request" if is_engine_failure else "internal server error"
-    return ApiError(f"{what} ({request_id})", 500)
+    if is_engine_failure:
+        return ApiError(f"generation failed for this request ({request_id})", 500)
+    return ApiError(f"internal server error ({request_id})", 500)
 
 
 async def handle_error(request: HttpRequest, error: Exception) -> Response:

@@ -156,16 +156,16 @@ class Answers(Settings):
         given = {name: getattr(self, name) for name in vars(defaults) if getattr(self, name) is not None}
         biases = {int(token): bias for token, bias in self.logit_bias.items()}
         if max(biases, default=0) >= vocab_size:
-            text = f"logit_bias: {max(biases)} is not one of the {vocab_size} token ids"
-            raise ApiError(text, param="logit_bias")
+            raise ApiError(f"logit_bias: {max(biases)} is not one of the {vocab_size} token ids", param="logit_bias")
         given["logit_bias"] = tuple(sorted(biases.items()))
         if self.top_k == -1:
             given["top_k"] = 0
 
         params = replace(defaults, **given)
         if self.repeat_last_n != -1 and params.penalizes:  # llama.cpp's
-            text = "repeat_last_n is not supported, except with -1: penalties apply to all tokens"
-            raise ApiError(text, param="repeat_last_n")
+            raise ApiError(
+                "repeat_last_n is not supported, except with -1: penalties apply to all tokens", param="repeat_last_n"
+            )
         seed = secrets.randbits(62) if self.seed == -1 else self.seed
         seeds = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]  # in 64 bits
         return [replace(params, seed=one) for one in seeds]

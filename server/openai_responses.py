@@ -77,9 +77,12 @@ class KeptResponses:
         self.remove_old()
         data, _ = self.turns.get(name, (None, 0.0))
         if data is None:
-            code = "previous_response_not_found" if param else None
-            text = f"there is no response with the id {name[:64]!r} (any more)"
-            raise ApiError(text, 404, param, code)
+            raise ApiError(
+                f"there is no response with the id {name[:64]!r} (any more)",
+                404,
+                param,
+                "previous_response_not_found" if param else None,
+            )
         return tuple(json.loads(data))
 
     def response(self, name: str) -> dict:
@@ -161,11 +164,9 @@ def read_input(given: str | list[Item], messages: list[dict], max_bytes: int):
     else:
         add_items(messages, given)
     if not messages or "tool_calls" in messages[-1]:
-        rule = "a string or a list of items whose last one is not a function_call"
-        raise ApiError(f"input must be {rule}", param="input")
+        raise ApiError("input must be a string or a list of items whose last one is not a function_call", param="input")
     if len(encode_json(messages)) > max_bytes:
-        text = f"the conversation has more than {max_bytes} bytes"
-        raise ApiError(text, param="input")
+        raise ApiError(f"the conversation has more than {max_bytes} bytes", param="input")
 
 
 def check_repeated(values: dict):
@@ -180,8 +181,7 @@ def check_repeated(values: dict):
         try:
             encode_json(value)
         except (ValueError, RecursionError):
-            text = f"{name} must hold finite numbers, and not nest so deeply"
-            raise ApiError(text, param=name) from None
+            raise ApiError(f"{name} must hold finite numbers, and not nest so deeply", param=name) from None
 
 
 def with_instructions(instructions: str | None, messages: list[dict]) -> list[dict]:
@@ -217,8 +217,7 @@ def add_items(messages: list[dict], items: list[Item]):
             call_ids.add(item.call_id)
         else:
             if item.call_id not in call_ids:
-                text = f"input[{i}]: there is no function_call with its call_id"
-                raise ApiError(text, param=f"input[{i}].call_id")
+                raise ApiError(f"input[{i}]: there is no function_call with its call_id", param=f"input[{i}].call_id")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
 
 
@@ -248,8 +247,11 @@ def read_functions(fields: ResponseBody) -> list[dict]:
             continue
         kind = tool.type[:60]
         if fields.tool_choice in ("auto", "required") and tool.optional is not True:
-            text = f"tools[{i}]: a tool of type {kind!r} is not supported, only functions"
-            raise ApiError(f"{text}; with optional: true, it is left out", param=f"tools[{i}]")
+            raise ApiError(
+                f"tools[{i}]: a tool of type {kind!r} is not supported, only functions; with optional: true, it is "
+                "left out",
+                param=f"tools[{i}]",
+            )
         log_once(fields.logged, f"tool: {kind}", f"a request has a tool of type {kind!r}, which is ignored")
     return functions
 

@@ -179,8 +179,10 @@ class GrammarTokenizer:
         tokens = TokenBytes(tokenizer, vocab_size, end_ids)
         if not tokens.end_ids:
             named = ", ".join(map(str, sorted(end_ids))) or "none is named"
-            missing = f"no end-of-text token among its {vocab_size} tokens ({named})"
-            raise UserError(f"{tokenizer.path} has {missing}, which JSON schemas and grammars need")
+            raise UserError(
+                f"{tokenizer.path} has no end-of-text token among its {vocab_size} tokens ({named}), "
+                "which JSON schemas and grammars need"
+            )
 
         self.llguidance = llguidance
         wrapper = llguidance.TokenizerWrapper(tokens)

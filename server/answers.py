@@ -64,7 +64,7 @@ class AnswerSyntax:
     """
 
     thinking: tuple[str, str] | None = None  # the marks before and after thoughts
-    begins_inside: bool = False  # the prompt ends with the first of these marks
+    begins_inside: bool = False  # the prompt ends with the first mark
     tools: ToolFormat | None = None  # how the model writes calls; None if it has no tools
     names: frozenset[str] = frozenset()  # the names of the tools
     max_calls: int | None = None  # text after this many calls is dropped
@@ -544,7 +544,7 @@ class AnswerParser:
     # ------------------------------------------------------------ arguments one by one
 
     def _parameter_marks(self) -> tuple[str, ...]:
-        """The mark before an argument, and those that end a call."""
+        """The mark before an argument, and the marks that end a call."""
         return (self.format.parameters.before.strip(), *self.closers)
 
     def _read_parameters(self, types: Mapping[str, Types]) -> Iterator[None]:

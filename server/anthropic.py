@@ -1,5 +1,5 @@
-"""Anthropic's Messages API, translated: requests become those of OpenAI's chat, and answers become
-Anthropic's messages.
+"""Anthropic's Messages API, translated: requests become requests of OpenAI's chat, and answers
+become Anthropic's messages.
 
 Read down: errors; chat_body, which translates a request's body (anthropic_requests.py has its
 fields), with the messages and the tools; the parsers of both paths; MessageBuilder, which builds

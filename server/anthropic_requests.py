@@ -91,7 +91,7 @@ class OutputConfig(Fields):
 
 
 class MessageBody(Settings):
-    """The temperature, and further fields that are those of OpenAI's chat, are in Settings."""
+    """Settings has the fields that OpenAI's chat has, too, such as the temperature."""
 
     max_tokens: int | None = Field(None, ge=1)  # None: as many as fit into the context
     messages: ListOf[Message] = Field(min_length=1)

@@ -83,12 +83,8 @@ class Choice:
 
         An answer whose last call was cut off does not finish with "tool_calls".
         """
-        reason = update.finish_reason
-        if reason is None or self.parser is None:
-            return reason
-        if reason == "stop" and self.parser.has_whole_calls:
-            return "tool_calls"
-        return reason
+        has_called = self.parser is not None and self.parser.has_whole_calls
+        return "tool_calls" if has_called and update.finish_reason == "stop" else update.finish_reason
 
 
 @dataclass

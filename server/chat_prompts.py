@@ -40,7 +40,7 @@ NO_TOOLS = "the model's chat template does not support tools, or its format of c
 class ToolChoice:
     """The tools of a request, and what the model may do with them."""
 
-    tools: list[Tool] = field(default_factory=list)  # those that the model may call
+    tools: list[Tool] = field(default_factory=list)  # the tools that the model may call
     described: list[dict] = field(default_factory=list)  # all tools, as the template gets them
     required: bool = False  # the answer must consist of calls
     several: bool = True  # the answer may have more than one call
@@ -139,18 +139,15 @@ class ChatModel:
     def thinking_variables(self, fields: ConversationFields) -> dict:
         """The template's variables for OpenAI's reasoning_effort, as llama-server translates it,
         and for Qwen's enable_thinking."""
-        asked = {"enable_thinking": fields.enable_thinking, "reasoning_effort": fields.reasoning_effort}
-        names = dict(zip(asked, asked))
+        variables = {"enable_thinking": fields.enable_thinking, "reasoning_effort": fields.reasoning_effort}
         if fields.reasoning_effort == "none":
-            asked = {"enable_thinking": False}
-            names = {"enable_thinking": 'reasoning_effort "none"'}
-        variables = {name: value for name, value in asked.items() if value is not None}
-
+            variables = {"enable_thinking": False}
+        variables = {name: value for name, value in variables.items() if value is not None}
         for name in variables.keys() - self.template_words:
             log_once(
                 fields.logged,
                 f"template: {name}",
-                f"a request has {names[name]}, which is ignored: the model's chat template does not know {name}",
+                f"a request has {name}, which is ignored: the model's chat template does not know {name}",
             )
         return variables
 

@@ -116,7 +116,7 @@ def answer_source(
     constraint: what the content must fit. special: the ids of the special tokens by their names.
     calls_required: whether the answer must be calls and not content. thinking: the marks around
     thoughts; None if the model has none, or if they are over. begins_inside: whether the prompt
-    ends with the first of these marks.
+    ends with the first mark.
     """
     if tools is None:
         answer = constraint.rule

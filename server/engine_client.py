@@ -107,7 +107,7 @@ class EngineClient:
     def generate(self, completion: CompletionRequest, receive: Callable) -> "UpdateStream":
         """Send the prompts of a parsed request to the engine.
 
-        receive: that of ASGI, which tells when the client disconnects."""
+        receive: the function of ASGI that tells when the client disconnects."""
         stream = UpdateStream(self, completion, receive)
         self.open_streams.add(stream)
         for choice in completion.choices:
@@ -245,7 +245,7 @@ class UpdateStream:
             self.queue.put_nowait(update)
 
     def fail(self, error: Exception):
-        """End the response with an error, in the place of what was not sent yet."""
+        """End the response with an error, instead of what was not sent yet."""
         self._cancel()
         while not self.queue.empty():
             self.queue.get_nowait()

@@ -52,8 +52,8 @@ def error_response(error: ApiError, path: str, headers: dict | None = None) -> R
 
 
 class OutermostApp:
-    """The ASGI application that contains all others. It adds headers to every response: those that
-    it is made with, and the request's id, by the names that OpenAI's and Anthropic's clients know.
+    """The ASGI application that contains all others. It adds headers to every response: the given
+    ones, and the request's id, by the names that OpenAI's and Anthropic's clients know.
     When a request has ended, it calls log(line). The line has no query, which may hold secrets.
     """
 

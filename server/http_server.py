@@ -259,7 +259,7 @@ def event_stream(updates: UpdateStream, builder: ResponseBuilder, first: asyncio
                 yield builder.ping
                 await asyncio.wait([first], timeout=PING_S)
             # In a thread, like `whole` above: the first update may have the log-probabilities of a
-            # whole prompt. Later updates have those of a few tokens, which take 0.3 ms each.
+            # whole prompt. Later updates have a few log-probabilities, which take 0.3 ms each.
             yield await asyncio.to_thread(builder.stream_update, *first.result())
             sent_at = time.monotonic()
             async for choice, update in updates:

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API, translated: requests become those of chat, and answers become lists of
-items.
+"""OpenAI's Responses API, translated: requests become requests of a chat, and answers become
+lists of items.
 
 Read down: KeptResponses, which later requests continue; parse_response (responses_requests.py has
 the fields); add_items, which turns items into a chat's messages; the tools; ItemBuilder, which
@@ -42,7 +42,7 @@ class Turn:
     """A response, and the conversation that ends with it."""
 
     response: dict
-    messages: list[dict]  # as those of a chat, without instructions
+    messages: list[dict]  # as in a chat, without instructions
     is_kept: bool  # whether a later request may continue the conversation
 
 
@@ -170,13 +170,9 @@ def read_input(given: str | list[Item], messages: list[dict], max_bytes: int):
 
 
 def check_repeated(values: dict):
-    """ApiError if a value that the response repeats cannot be written as JSON.
-
-    Each value is nested in further lists, because less of the stack may be free when the response
-    is written.
-    """
+    """ApiError if a value that the response repeats cannot be written as JSON."""
     for name, value in values.items():
-        for _ in range(200):
+        for _ in range(200):  # less of the stack may be free when the response is written
             value = [value]
         try:
             encode_json(value)

@@ -4,7 +4,7 @@ Read down: python_arguments, which writes them; CallEnd, which finds the end of 
 read_arguments, which turns the arguments into JSON once they are complete.
 
 A value is a literal that JSON has, too; a tuple becomes an array. `ast` reads it, after a few changes:
-words may also be those of JSON, such as true, strings may have line breaks, and a keyword may be any
+words may also be JSON's, such as true, strings may have line breaks, and a keyword may be any
 name, such as from or first-name. Nothing is evaluated: with any other expression, it is no call.
 """
 

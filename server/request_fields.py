@@ -134,7 +134,7 @@ def at_most(n: int) -> BeforeValidator:
 
 def field_error(failure: ValidationError, body: dict) -> ApiError:
     """The error for the value that does not fit. If a field may have several types, each has an error of
-    its own: those of the deepest place count, whose type fits best."""
+    its own: the errors at the deepest place count, whose type fits best."""
     places: dict[tuple, list[dict]] = {}
     for error in failure.errors(include_url=False):
         places.setdefault(place_of(error, body), []).append(error)
@@ -181,7 +181,7 @@ def place_of(error: dict, body) -> tuple:
 # ---------------------------------------------------------------- fields that are not supported
 
 # Fields that would change the answer and are not supported, each with the values that change
-# nothing. These are accepted, and so is null. The names are those of several APIs, because clients
+# nothing. These are accepted, and so is null. The names come from several APIs, because clients
 # send to one server what another one knows.
 NEUTRAL_VALUES = {
     # OpenAI

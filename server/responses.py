@@ -82,7 +82,7 @@ class ResponseBuilder:
         return b"".join(map(data_event, self.chunks(choice, update)))
 
     def stream_end(self) -> bytes:
-        """The bytes after those of all updates."""
+        """The last bytes of a stream."""
         if not self.completion.stream_options.include_usage:
             return END_OF_STREAM
         chunk = self.header | {"choices": [], "usage": self.completion.usage()}
@@ -145,7 +145,7 @@ class BlockBuilder:
         self.model = model
         self.completion = completion
         self.response: dict = {}
-        self.blocks: list[dict] = []  # those that are complete
+        self.blocks: list[dict] = []  # the complete ones
         self.kind: type | None = None  # the kind of event whose block is open
         self.block: dict = {}  # the open block as it began
         self.text = ""  # the text of the open block so far
@@ -222,24 +222,23 @@ def stream_deltas(events: list[Event]) -> list[dict]:
     return deltas
 
 
-def new_call(event: CallBegins) -> dict:
-    """A call without its arguments."""
-    function = {"name": event.name, "arguments": ""}
+def new_call(event: CallBegins, arguments: str = "") -> dict:
+    """A call with its arguments so far."""
+    function = {"name": event.name, "arguments": arguments}
     return {"id": event.id, "type": "function", "function": function}
 
 
 def message_fields(events: list[Event]) -> dict:
     """The content, the thoughts and the calls of a message that is not streamed."""
-    fields = {"content": ""}
-    calls = []
-    for event in events:
-        if isinstance(event, CallBegins):
-            calls.append(new_call(event))
-        elif isinstance(event, CallArguments):
-            calls[event.index]["function"]["arguments"] += event.text
-        else:
-            name = TEXT_FIELDS[type(event)]
-            fields[name] = fields.get(name, "") + event.text
+
+    def text(kind: type, index: int | None = None) -> str:
+        return "".join(one.text for one in events if type(one) is kind and getattr(one, "index", None) == index)
+
+    fields = {"content": text(Content)}
+    thoughts = text(Reasoning)
+    if thoughts:
+        fields["reasoning_content"] = thoughts
+    calls = [new_call(one, text(CallArguments, one.index)) for one in events if isinstance(one, CallBegins)]
     if calls:
         fields["content"] = fields["content"] or None
         fields["tool_calls"] = calls

@@ -95,7 +95,7 @@ class ToolGrammar:
 
 
 def named_arguments(schema: dict) -> tuple[dict, list, dict | bool]:
-    """The schemas of the arguments that a tool's schema names, the names of those that it requires, and
+    """The schemas of the arguments that a tool's schema names, the names of the required ones, and
     the schema of any others."""
     top = follow(schema, schema)
     if not isinstance(top, dict):
@@ -133,7 +133,7 @@ JSON_TYPES = {"true": "boolean", "false": "boolean", "null": "null"}
 
 class ArgumentRules:
     """The rules for a tool's arguments if they are written one by one, or as in Python: the properties of its schema
-    in their order, of which those that are not required may be missing, and then any others.
+    in their order, of which optional ones may be missing, and then any others.
 
     Not enforced are the schema's keywords about the object as a whole, and if arguments are written one by one, a
     string's format. Values as in Python are written as JSON, which python_calls.py reads, too.
@@ -159,8 +159,8 @@ class ArgumentRules:
             self.after = literal(format.parameters.after, special)
 
     def rules(self, number: int) -> list[str]:
-        """The rule `arguments_NUMBER`, after those that it refers to. UserError if the name of an argument cannot be
-        written."""
+        """The rule `arguments_NUMBER`, after the rules that it refers to. UserError if the name of an argument cannot
+        be written."""
         properties, required, others = named_arguments(self.root)
         rules = []
         rest = json.dumps("")  # the rule for what follows an argument

@@ -194,7 +194,7 @@ LFM2 = ToolFormat(
     in_content=True,
 )
 # The formats of models whose templates do not write calls. A template has the format of the first
-# of these marks that it contains.
+# mark that it contains.
 KNOWN_FORMATS = {
     "<|/tool_call|>": PHI,
     "<|tool_call|>": GRANITE,  # Granite 3

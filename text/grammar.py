@@ -55,7 +55,7 @@ class Grammar:
         self.matcher = matcher
 
     def fill(self, masks: Tensor, drafted: Sequence[int] = ()):
-        """Write the masks of the next token and of those after each of the drafted tokens.
+        """Write the masks of the next token and of the token after each drafted token.
 
         masks (n,W) int32 on the CPU, n > len(drafted): bit i % 32 of masks[m, i // 32] says whether
         token i may follow drafted[:m]. After a drafted token that is not allowed, all tokens are
@@ -103,8 +103,8 @@ class ThoughtState(NamedTuple):
 
 
 class ThinkingLimit:
-    """Ends thoughts that have reached their budget: then it allows just one token at a time, those
-    of the text that ends thoughts. The engine uses it as a Grammar, and it may have one itself,
+    """Ends thoughts that have reached their budget: then it allows just one token at a time, so that they
+    spell the text that ends thoughts. The engine uses it as a Grammar, and it may have one itself,
     which the answer must fit, too."""
 
     def __init__(self, budget: ThinkingBudget, vocabulary, grammar: Grammar | None = None):
@@ -115,8 +115,7 @@ class ThinkingLimit:
         self.state = self._limited(ThoughtState(ThoughtSearch(budget.marks, budget.begins_inside)))
 
     def fill(self, masks: Tensor, drafted: Sequence[int] = ()):
-        """Write the masks of the next token and of those after each of the drafted tokens, as
-        Grammar.fill does."""
+        """Write the masks of the next token and of the token after each drafted token, as Grammar.fill does."""
         if self.grammar is None:
             masks[: len(drafted) + 1] = -1
         else:
@@ -194,7 +193,7 @@ class GrammarTokenizer:
         """The grammar of a new answer; UserError if its source is invalid or too large.
 
         The library compiles without Python's lock, so this may run in a thread. Its bounds on time
-        do not hold for all sources: a server first tries those of its clients in another process
+        do not hold for all sources: a server first tries its clients' grammars in another process
         (server/constraints.py).
         """
         check_size(source)
@@ -232,7 +231,7 @@ class GrammarThread:
         return self.pending.pop(request, None) is not None
 
     def finished(self) -> list[tuple]:
-        """(request, its grammar or an exception) for those whose compilation has ended since the
+        """(request, its grammar or an exception) for each compilation that has ended since the
         last call."""
         done = [request for request, future in self.pending.items() if future.done()]
         futures = {request: self.pending.pop(request) for request in done}
@@ -242,7 +241,7 @@ class GrammarThread:
 class TokenBytes:
     """A tokenizer as llguidance expects it.
 
-    The bytes of special tokens, and of those that end an answer, begin with 0xFF, so that no text
+    The bytes of special tokens, and of tokens that end an answer, begin with 0xFF, so that no text
     matches them. Only their names in <angle brackets> do.
     """
 
@@ -369,7 +368,7 @@ def fit_schema(
 def without_refused(schema, refused: Callable[[dict], str], path: str, lost: list[str]):
     """A copy of a schema without annotations, and without the keywords that are refused alone.
 
-    refused: says why a schema is refused. lost: gets the paths of these keywords, and the reasons.
+    refused: says why a schema is refused. lost: gets the path of each such keyword, and the reason.
     """
     if not isinstance(schema, dict):
         return schema

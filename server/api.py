@@ -255,7 +255,7 @@ class ServedModel:
         grammar = None
         if constraint is not None:
             grammar = answer_source(constraint, {})
-            self.grammars.check_constraint(grammar, constraint)
+            self.grammars.check(grammar, constraint.param, is_tried=constraint.kind == "json")
 
         stop_ids = fields.stop_ids(self.eos_ids)
         all_params = fields.sampling_params(self.sampling, self.config.vocab_size)
@@ -360,9 +360,9 @@ class ServedModel:
         thinking = None if conversation.thinking_is_over else chat.thinking
         grammar = answer_source(constraint, chat.special_tokens, calls, choice.required, thinking, syntax.begins_inside)
         if choice.tools and (constraint is None or choice.required):
-            self.grammars.check(grammar, "tools", "a schema")
+            self.grammars.check(grammar, "tools")
         else:
-            self.grammars.check_constraint(grammar, constraint, has_tools=bool(choice.tools))
+            self.grammars.check(grammar, constraint.param, is_tried=constraint.kind == "json" and not choice.tools)
         return grammar
 
     def call_fits(self, conversation: Conversation, grammar: str, name: str, arguments: str) -> bool:

@@ -54,7 +54,6 @@ class Constraint:
         return schema_rule(self.value, lenient=not self.strict)
 
 
-KIND_NAMES = {"json": "the schema", "regex": "the regular expression", "choice": "the choice"}  # for messages
 # Other servers' fields, each with the kind of its constraint.
 KINDS = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
@@ -150,7 +149,6 @@ class GrammarChecker:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.end_ids = end_ids
-        self.lock = threading.Lock()  # for the compiler
         self.compiler: GrammarTokenizer | None = None  # made when first needed: it takes a second
         self.results: dict[bytes, str | list] = {}  # hash of what was tried -> what was found
         self.tries = threading.BoundedSemaphore(MAX_TRIES)
@@ -193,10 +191,9 @@ class GrammarChecker:
         """The compiler of grammars. ApiError, which names the field, if the library is not
         installed, or if the model has no tokenizer."""
         try:
-            with self.lock:
-                if self.compiler is None:
-                    self.compiler = GrammarTokenizer(self.tokenizer, self.vocab_size, self.end_ids)
-                return self.compiler
+            if self.compiler is None:
+                self.compiler = GrammarTokenizer(self.tokenizer, self.vocab_size, self.end_ids)
+            return self.compiler
         except UserError as error:
             message = str(error).replace(f"{self.tokenizer.path} has", "the model has")
             raise ApiError(f"{param}: {message}", param=param) from None
@@ -220,24 +217,18 @@ class GrammarChecker:
         self.results[key] = found
         return found
 
-    def check(self, source: str, param: str, kind: str = "the schema", is_tried: bool = False):
+    def check(self, source: str, param: str, is_tried: bool = False):
         """Raise ApiError if a grammar is invalid, too large, or too complex.
 
-        param, kind: the field that it comes from, and what the field has, for the message.
-        is_tried: whether `fit` has compiled the schema of this grammar, so that only its size is
-        to be checked."""
+        param: the field that it comes from. is_tried: whether `fit` has compiled the schema of this grammar, so that
+        only its size is to be checked."""
         try:
             check_size(source)
             reason = "" if is_tried else self.tried(source, param, lambda compiler: refusal(compiler, source))
         except UserError as error:
             reason = str(error)
         if reason:
-            raise ApiError(f"{param}: {kind} is not supported: {reason}", param=param)
-
-    def check_constraint(self, source: str, constraint: Constraint, has_tools: bool = False):
-        """The same for the grammar of an answer that must fit a constraint, or is a call if it has tools."""
-        is_tried = constraint.kind == "json" and not has_tools
-        self.check(source, constraint.param, KIND_NAMES[constraint.kind], is_tried)
+            raise ApiError(f"{param}: the grammar of the answer is not supported: {reason}", param=param)
 
     def accepts(self, source: str, text: str) -> bool:
         """Whether an answer may be this text and nothing more. `source` is a valid grammar. False

@@ -71,8 +71,7 @@ class ChatTemplate:
         """The text before CONTINUE_MARK, as transformers cuts it."""
         before, found, after = text.rpartition(CONTINUE_MARK.strip())
         if not found:
-            why = "does not write the last message, which is to be continued"
-            raise UserError(f"{self.path}: the chat template {why}")
+            raise UserError(f"{self.path}: the chat template does not write the last message, which is to be continued")
         if after.startswith(" "):
             return before
         return before.rstrip()  # the template strips spaces at the end of messages

@@ -370,6 +370,8 @@ def without_refused(schema, refused: Callable[[dict], str], path: str, lost: lis
 
     refused: says why a schema is refused. lost: gets the path of each such keyword, and the reason.
     """
+    if isinstance(schema, list):
+        return [without_refused(one, refused, f"{path}[{i}]", lost) for i, one in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
     kept = {}
@@ -379,10 +381,8 @@ def without_refused(schema, refused: Callable[[dict], str], path: str, lost: lis
             continue
         if key in SUBSCHEMA_MAPS and isinstance(value, dict):
             kept[key] = {name: without_refused(one, refused, f"{place}.{name}", lost) for name, one in value.items()}
-        elif isinstance(value, dict) and key != "const":
+        elif isinstance(value, dict | list) and key not in ("const", "enum"):
             kept[key] = without_refused(value, refused, place, lost)
-        elif isinstance(value, list) and key not in ("const", "enum"):
-            kept[key] = [without_refused(one, refused, f"{place}[{i}]", lost) for i, one in enumerate(value)]
         else:
             reason = refused({name: schema[name] for name in ("type", key) if name in schema and key != "$ref"})
             if reason:

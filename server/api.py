@@ -178,16 +178,6 @@ class ServedModel:
                 code="context_length_exceeded",
             )
 
-    def encode_prompts(self, prompt) -> list[tuple[list[int], str | None]]:
-        """(ids, text) of each prompt in the field `prompt`; text is None if token ids were sent."""
-        prompts = [prompt]
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            prompts = prompt
-        if len(prompts) > MAX_PROMPTS:
-            raise ApiError(f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
-
-        return [(self.encode(one, "prompt"), one) if isinstance(one, str) else (one, None) for one in prompts]
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a single token, as logprobs show it, including special tokens."""
         vocabulary = self.tokenizer.vocabulary
@@ -244,11 +234,11 @@ class ServedModel:
         """Parse a body of /v1/completions."""
         fields = CompletionBody.read(body)
         self.check_model_name(fields.model)
-        prompts = self.encode_prompts(fields.prompt)
-        if len(prompts) * fields.n > MAX_PROMPTS:
+        if len(fields.prompts) * fields.n > MAX_PROMPTS:
             raise ApiError(
-                f"{len(prompts)} prompts with n={fields.n} are not supported, at most {MAX_PROMPTS} answers in all",
-                param="n",
+                f"{len(fields.prompts)} prompts with n={fields.n} are not supported, at most {MAX_PROMPTS} answers "
+                "in all",
+                param="prompt" if fields.n == 1 else "n",
             )
 
         constraint = self.grammars.fit_constraint(read_constraint(fields))
@@ -260,12 +250,13 @@ class ServedModel:
         stop_ids = fields.stop_ids(self.eos_ids)
         all_params = fields.sampling_params(self.sampling, self.config.vocab_size)
         choices = []
-        for ids, text in prompts:
+        for prompt in fields.prompts:
+            is_text = isinstance(prompt, str)
+            ids = self.encode(prompt, "prompt") if is_text else prompt
             new = self.check_length(ids, fields.max_tokens, "prompt", 0)
-            if not fields.echo:
-                text = ""
-            elif text is None:
-                text = self.tokenizer.decode(ids)
+            text = ""
+            if fields.echo:
+                text = prompt if is_text else self.tokenizer.decode(ids)
             for params in all_params:
                 request = Request(ids, params, new, stop_ids, logprobs=fields.logprobs)
                 if fields.echo:

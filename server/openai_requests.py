@@ -284,6 +284,11 @@ class CompletionBody(Answers):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        is_list = isinstance(self.prompt, list) and isinstance(next(iter(self.prompt), 0), str | list)
+        return self.prompt if is_list else [self.prompt]
+
 
 class ConversationFields(Fields):
     """The fields of a chat that its prompt depends on."""

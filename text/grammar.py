@@ -249,28 +249,20 @@ class TokenBytes:
         """There may be more tokens than the model has logits, or fewer, and end tokens that do not
         exist. None of them is used."""
         vocabulary = tokenizer.vocabulary
-        names = vocabulary.tokens()[:vocab_size]
-        # Where ids have gaps, some are larger than the number of tokens.
-        names += [vocabulary.name(i) or None for i in range(len(names), vocab_size)]
-        while names and names[-1] is None:
-            names.pop()
+        names = [vocabulary.name(i) for i in range(vocab_size)]  # the masks have a bit for each logit
         self.vocabulary = vocabulary
-        self.end_ids = sorted(i for i in set(end_ids) if 0 <= i < len(names) and names[i] is not None)
-        self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < len(names))
+        self.end_ids = sorted(i for i in set(end_ids) if 0 <= i < vocab_size and names[i])
+        self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < vocab_size)
 
-        self.tokens: list[bytes] = []
         no_text = {*self.special_token_ids, *self.end_ids}
-        for i, name in enumerate(names):
-            if i in no_text:
-                self.tokens.append(b"\xff" + (name or "").encode())
-            else:
-                self.tokens.append(vocabulary.token_bytes(i))
-        self.tokens += [b""] * (vocab_size - len(names))  # the masks have a bit for each logit
+        self.tokens: list[bytes] = [
+            b"\xff" + name.encode() if i in no_text else vocabulary.token_bytes(i) for i, name in enumerate(names)
+        ]
         self.ids_of_bytes = {data: i for i, data in enumerate(self.tokens) if len(data) == 1}
 
         self.eos_token_id = self.end_ids[0] if self.end_ids else vocab_size - 1
         self.bos_token_id = None
-        if tokenizer.bos_id is not None and tokenizer.bos_id < len(names):
+        if tokenizer.bos_id is not None and tokenizer.bos_id < vocab_size:
             self.bos_token_id = tokenizer.bos_id
 
     def __call__(self, text: str | bytes) -> list[int]:

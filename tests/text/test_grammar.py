@@ -154,10 +154,9 @@ def test_an_end_token_is_no_text(default_tokenizer):
 
 def test_tokens_with_the_same_bytes_are_all_allowed():
     """Beside one without bytes, and an id without a token."""
-    pieces = [b"a", b"b", b"a", b"ab", b"ab", b"", None, b"</s>"]
-    vocabulary = SimpleNamespace(special_ids={7}, name=lambda i: "")
-    vocabulary.tokens = lambda: [None if piece is None else piece.decode() for piece in pieces]
-    vocabulary.token_bytes = lambda i: b"" if i == 7 else pieces[i] or b""
+    pieces = [b"a", b"b", b"a", b"ab", b"ab", b"", b"", b"</s>", *[b""] * 4]
+    vocabulary = SimpleNamespace(special_ids={7}, name=lambda i: pieces[i].decode())
+    vocabulary.token_bytes = lambda i: b"" if i == 7 else pieces[i]
     vocabulary.encode = lambda text: [pieces.index(bytes([byte])) for byte in text.encode() if byte in b"ab"]
     tokenizer = SimpleNamespace(path="x", vocabulary=vocabulary, bos_id=99)
     grammar = GrammarTokenizer(tokenizer, 12, [6, 7, 11]).compile("start: /(ab|a)*/")

@@ -244,7 +244,7 @@ class ChatModel:
 
         name: of the message in the request, for errors.
         """
-        role = "system" if message.role == "developer" else message.role
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         if role == "tool" and self.tool_format is None:
             raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.role")
         checked = {"role": role, "content": text_of(message.content)} | self.further_keys(message, name)
@@ -255,13 +255,11 @@ class ChatModel:
             checked["content"] += message.refusal
             if message.thoughts:
                 checked |= dict.fromkeys(THOUGHTS, message.thoughts)
-            if message.tool_calls and self.tool_format is None:
+            calls = message.calls
+            if calls and self.tool_format is None:
                 raise ApiError(f"{name}: {NO_TOOLS}", param=f"{name}.tool_calls")
-            if message.tool_calls:
-                checked["tool_calls"] = [
-                    (call.id, call.function.name, read_arguments(call.function.arguments))
-                    for call in message.tool_calls
-                ]
+            if calls:
+                checked["tool_calls"] = [(call_id, one.name, read_arguments(one.arguments)) for call_id, one in calls]
         elif role == "tool":
             checked["tool_call_id"] = message.tool_call_id
         return checked

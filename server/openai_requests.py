@@ -218,6 +218,7 @@ class AssistantMessage(PlainMessage):
     content: str | ListOf[Annotated[Part | ThinkingPart, Field(discriminator="type")]] = ""
     refusal: str = ""
     tool_calls: ListOf[Call] = ()
+    function_call: CalledFunction | None = None  # OpenAI's older name for a call
     # The names that servers and templates have for thoughts.
     reasoning_content: Content = ""
     reasoning: Content = ""
@@ -229,6 +230,14 @@ class AssistantMessage(PlainMessage):
         named = self.reasoning_content or self.reasoning or self.thinking
         return named or "".join(part.thinking for part in parts)
 
+    @property
+    def calls(self) -> list[tuple[str, CalledFunction]]:
+        """The id and the function of each call. A function_call and its result have the same name, but no
+        id."""
+        if self.function_call is not None:
+            return [(f"call_{self.function_call.name}", self.function_call)]
+        return [(call.id, call.function) for call in self.tool_calls]
+
 
 class ToolMessage(PlainMessage):
     role: Literal["tool"]
@@ -236,7 +245,19 @@ class ToolMessage(PlainMessage):
     tool_call_id: str
 
 
-Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+class FunctionMessage(PlainMessage):
+    """OpenAI's older message for the result of a function_call."""
+
+    role: Literal["function"]
+    content: Content = ""
+    name: str
+
+    @property
+    def tool_call_id(self) -> str:
+        return f"call_{self.name}"
+
+
+Message = Annotated[PlainMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")]
 
 
 # ---------------------------------------------------------------- tools

@@ -351,16 +351,11 @@ def test_names_of_messages(shown):
     ]
     text = f"[system boss] Be brief.\n[user Ann] Hi\n[assistant Bob] {written}\n[tool f] \n[tool g] 1\n[assistant] "
     assert shown(messages) == text
-
-
-def test_the_older_messages_for_calls_are_refused(model):
-    """The server writes none, because it refuses `functions`."""
-    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
-    result = {"role": "function", "name": "f", "content": "1"}
-    for message, param in ((call, "messages[1].function_call"), (result, "messages[1].role")):
-        with pytest.raises(ApiError) as caught:
-            model.parse_chat({"messages": [HI, message, AGAIN]})
-        assert (caught.value.status, caught.value.param) == (400, param)
+    older = {"role": "assistant", "content": None, "function_call": call["function"]}
+    assert (
+        shown([HI, older, {"role": "function", "name": "f", "content": "1"}])
+        == f"[user] Hi\n[assistant] {written}\n[tool f] 1\n[assistant] "
+    )
 
 
 def test_keys_of_messages_that_the_template_does_not_know_are_logged_once(shown, model, capsys, monkeypatch):

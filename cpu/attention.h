@@ -635,9 +635,10 @@ void merge_split(const Team& team, const Attention<T>& a, const SplitPlan& plan,
       const int64_t first = plan.first_item[b];
       const int64_t chunks = (plan.first_item[b + 1] - first) / a.K;
       clear_state(w.state, a.width());
-      for (int64_t item = first + h / G * chunks, last = item + chunks; item < last; item++)
-        merge_state(w.state, states + (item * queries + s * G + h % G) * a.stride(), a.width());
+      const int64_t begin = first + h / G * chunks;
       const int64_t query = s * G + h % G;
+      for (int64_t item = begin; item < begin + chunks; item++)
+        merge_state(w.state, states + (item * queries + query) * a.stride(), a.width());
       if (!write_output(a, b, h / G, query, w.state)) attend_alone(a, b, h / G, query, w);
     }
   });

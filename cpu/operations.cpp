@@ -1,12 +1,19 @@
 // The CPU kernels: matrix products with bfloat16, float16 and float32 weights and with every quantized format, norms,
 // attention, all blocks of a transformer as one operation, sampling, and Medusa heads.
 //
-// cpu/build.py compiles this file and matmul.cpp for the instruction set of the processor; cpu/layers.py packs weights.
-// kernels.py and sampling.py declare the operations and say what they compute. With AMX, bfloat16 weights are packed
-// and multiplied with it, and many rows or queries at once use it for quantized weights and for attention. Read this
-// file last: it defines the operations, which check their arguments and divide the work among the threads. Before it
-// come vectors.h, formats.h, parallel.h, dots.h, products.h, prefill.h, matmul.h with matmul.cpp, checks.h, experts.h,
-// attention.h, delta.h, blocks.h, sampling.h, medusa.h and mtp.h, in this order.
+// This file defines the operations, which check their arguments and divide the work among the threads. kernels.py and
+// sampling.py declare them and say what they compute. cpu/build.py compiles this file and matmul.cpp for the
+// instruction set of the processor. cpu/layers.py packs weights.
+//
+// Read this file last. The order is:
+//   vectors.h, formats.h                   vectors of 16 elements; how quantized weights lie in memory
+//   parallel.h, barrier.h                  threads
+//   dots.h, products.h                     the products of a few rows of x, which decoding needs: begin here
+//   prefill.h, matmul.h, matmul.cpp        the products of many rows, AMX, and the choice of a product
+//   checks.h                               layers and their handles
+//   experts.h, attention.h, delta.h        the parts of a block
+//   blocks.h                               a block
+//   sampling.h, medusa.h, mtp.h            everything else
 //
 // A weight matrix has N rows (outputs) and C columns (inputs); x has M rows of C columns. Decoding is limited by memory
 // bandwidth, so each weight is read once for a whole tile of rows of x, at consecutive addresses. One thread sums each
@@ -34,12 +41,14 @@ using namespace fastpath;
 
 namespace {
 
+// An uninitialized tensor with the sizes of x except for the last one, the width.
 Tensor empty_with_width(const Tensor& x, int64_t width) {
   auto sizes = x.sizes().vec();
   sizes.back() = width;
   return at::empty(sizes, x.options());
 }
 
+// x W^T + bias, for x (...,C).
 Tensor run_layer(const Tensor& x, const Layer& l) {
   const Tensor xs = x.contiguous();
   const Tensor out = empty_with_width(x, l.N);
@@ -77,12 +86,12 @@ int64_t stack_layers(at::IntArrayRef layers, const MaybeTensor& bias) {
   return prepared_layers.add(stack(prepared, bias));
 }
 
-// Packs the parts of a matrix (N,C) into `to`, of packed_bytes bytes. Parts are (N,bytes) in memory, whatever their
-// dtype.
+// Packs the parts of a matrix (N,C), in the order of formats.py, to `to`, which has packed_bytes bytes. A part may have
+// any dtype, and has N rows.
 void pack_layer(const std::string& format, at::TensorList parts, int64_t C, int64_t groupsize, const Tensor& to) {
   const int64_t N = parts.at(0).size(0), Cb = (C + GROUP - 1) / GROUP;
   checked(to, "packed weight", at::kByte, {packed_bytes(format, N, C, groupsize)});
-  Source source{{}, {}, N, C, groupsize};
+  Source source{.N = N, .C = C, .groupsize = groupsize};
   TORCH_CHECK(parts.size() <= 3, "a format with ", parts.size(), " parts");
   for (size_t i = 0; i < parts.size(); i++) {
     TORCH_CHECK(parts[i].dim() == 2 && parts[i].size(0) == N && parts[i].is_contiguous(), "part ", i, ": ",
@@ -107,7 +116,7 @@ void pack_layer(const std::string& format, at::TensorList parts, int64_t C, int6
   });
 }
 
-// The rows of a table for these tokens, (...,C) float32.
+// The rows of a quantized table for these tokens, (...,C) float32.
 Tensor embed_packed(const Tensor& tokens, int64_t layer, int64_t C) {
   const auto prepared = prepared_layers.get(layer);
   const Layer& l = prepared->layer;
@@ -134,6 +143,7 @@ Tensor linear_packed(const Tensor& x, int64_t layer, int64_t N) {
 
 void release_layers(at::IntArrayRef layers) { prepared_layers.release(layers); }
 
+// Applies row(from, to, D), a norm of a row of D elements, to all rows of x.
 template <class Row>
 Tensor norm(const Tensor& x, const Row& row) {
   const int64_t D = x.size(-1);
@@ -153,7 +163,7 @@ Tensor norm(const Tensor& x, const Row& row) {
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  const bool in_float = weight.scalar_type() == at::kFloat;  // whatever x is
+  const bool in_float = weight.scalar_type() == at::kFloat;  // of any x
   checked(weight, "weight", in_float ? at::kFloat : x.scalar_type(), {x.size(-1)});
   return norm(x, [&]<class T>(const T* from, T* to, int64_t D) {
     if (in_float) rms_norm_row(from, weight.const_data_ptr<float>(), to, D, float(eps));
@@ -185,13 +195,14 @@ Attention<T> checked_attention(int64_t B, int64_t S, int64_t H, const Tensor& k_
   for (int64_t i = 0; i < B * S; i++)
     TORCH_CHECK(positions[i] >= -1 && positions[i] < slots, "position ", positions[i], " of ", slots);
   for (int64_t i = 0; row && i < B; i++) TORCH_CHECK(row[i] >= 0 && row[i] < R, "row ", row[i], " of ", R);
-  Attention<T> a{B, S, H, K, k_cache.size(3), slots};
+  Attention<T> a{.B = B, .S = S, .H = H, .K = K, .E = k_cache.size(3), .slots = slots};
   a.k = k_cache.const_data_ptr<T>();
   a.v = v_cache.const_data_ptr<T>();
   a.positions = positions;
   a.rows = row;
   a.slopes = data<float>(slopes);
-  a.window = std::min(window.value_or(slots), slots), a.scale = scale;
+  a.window = std::min(window.value_or(slots), slots);
+  a.scale = scale;
   return a;
 }
 
@@ -223,7 +234,7 @@ Delta checked_delta(const Tensor& matrix, const Tensor& base, const Tensor& keys
                     const Tensor& decays) {
   const int64_t R = checked(matrix, "matrix", at::kFloat, {-1, -1, -1, -1}).size(0);
   const int64_t m = matrix.size(1);
-  Delta d{0, m, matrix.size(2), matrix.size(3)};
+  Delta d{.m = m, .dk = matrix.size(2), .dv = matrix.size(3)};
   d.n = checked(keys, "keys", at::kFloat, {R, DELTA_WINDOW, -1, d.dk}).size(2);
   TORCH_CHECK(d.n > 0 && m % d.n == 0, m, " value heads are not a multiple of ", d.n, " key heads");
   d.matrix = matrix.data_ptr<float>();
@@ -234,7 +245,7 @@ Delta checked_delta(const Tensor& matrix, const Tensor& base, const Tensor& keys
   return d;
 }
 
-// The runs of a pass over rows of a state of R rows, after checks.
+// The runs of a pass over a state of R rows, after checks.
 std::vector<DeltaRun> checked_runs(const Tensor& input_pos, const MaybeTensor& rows, int64_t R) {
   const int64_t B = checked(input_pos, "input_pos", at::kLong, {-1, -1}).size(0);
   const int64_t* row = data<int64_t>(checked(rows, "rows", at::kLong, {B}));
@@ -315,7 +326,7 @@ int64_t prepare_experts(int64_t router, int64_t gate_up, int64_t down, std::opti
 void release_experts(at::IntArrayRef handles) { prepared_experts.release(handles); }
 
 // experts.SparseMLP as one operation. x (B,S,D); input_pos (B,S): -1 is padding, which uses no expert; counts (X+1,):
-// see SparseMLP.set_counts.
+// see SparseMLP.set_counts; handle: from prepare_experts.
 Tensor sparse_mlp(const Tensor& x, const Tensor& input_pos, const Tensor& counts, int64_t handle) {
   const auto prepared = prepared_experts.get(handle);
   const PreparedExperts& p = *prepared;
@@ -327,7 +338,7 @@ Tensor sparse_mlp(const Tensor& x, const Tensor& input_pos, const Tensor& counts
   const Tensor out = at::empty(x.sizes(), x.options());
   dispatch_dtype(x, [&](auto type) {
     using T = decltype(type);
-    Experts<T> call{&p, M};
+    Experts<T> call{.p = &p, .M = M};
     call.positions = checked(at, "input_pos", at::kLong, {x.size(0), x.size(1)}).template const_data_ptr<int64_t>();
     call.counts = checked(counts, "counts", at::kLong, {p.X + 1}).template data_ptr<int64_t>();
     const auto [experts, memory] = allocate_together([&](Arena& arena) {
@@ -410,16 +421,16 @@ int64_t prepare_block(
   p.mlp_norm.bias = keep_floats(p, mlp_norm_bias, "mlp_norm_bias", {p.D});
   p.mlp_post_norm = keep_floats(p, mlp_post_norm, "mlp_post_norm", {p.D});
 
-  int64_t mixer_inputs;  // the outputs of qkv
-  int64_t mixer_outputs;
+  int64_t qkv_width;    // outputs of qkv
+  int64_t mixed_width;  // inputs of out
   if (conv_weight) {
     p.conv.width = conv_weight->size(0);
     p.conv.channels = conv_weight->size(-1);
     TORCH_CHECK(p.conv.width <= MAX_CONV_WIDTH, "a convolution over ", p.conv.width, " positions");
     p.conv.weight = keep_floats(p, conv_weight, "conv_weight", {p.conv.width, p.conv.channels});
     p.conv.bias = keep_floats(p, conv_bias, "conv_bias", {p.conv.channels});
-    mixer_inputs = 3 * p.conv.channels;
-    mixer_outputs = p.conv.channels;
+    qkv_width = 3 * p.conv.channels;
+    mixed_width = p.conv.channels;
   } else {
     p.H = H;
     p.K = K;
@@ -433,8 +444,8 @@ int64_t prepare_block(
     p.q_norm = keep_floats(p, q_norm, "q_norm", {qk_norm_whole ? H * E : E});
     p.k_norm = keep_floats(p, k_norm, "k_norm", {qk_norm_whole ? K * E : E});
     p.only_keys = !out;
-    mixer_inputs = (H + gates + 2 * K) * E;
-    mixer_outputs = H * E;
+    qkv_width = (H + gates + 2 * K) * E;
+    mixed_width = H * E;
   }
   if (m) {
     p.net = {.n = n, .m = m, .dk = dk, .dv = dv};
@@ -443,13 +454,13 @@ int64_t prepare_block(
     p.net.decay_weight = keep_floats(p, decay_weight, "decay_weight", {m});
     p.net.decay_bias = keep_floats(p, decay_bias, "decay_bias", {m});
     p.net.norm = keep_floats(p, delta_norm, "delta_norm", {dv});
-    mixer_inputs = p.conv.channels + m * dv + 2 * m;
-    mixer_outputs = m * dv;
+    qkv_width = p.conv.channels + m * dv + 2 * m;
+    mixed_width = m * dv;
   }
-  p.qkv = keep_layer(p, qkv, mixer_inputs, p.D);
+  p.qkv = keep_layer(p, qkv, qkv_width, p.D);
   if (p.only_keys) return prepared_blocks.add(std::move(p));
 
-  p.out = keep_layer(p, out, p.D, mixer_outputs);
+  p.out = keep_layer(p, out, p.D, mixed_width);
   keep_mlp(p, up, down, experts);
   return prepared_blocks.add(std::move(p));
 }
@@ -706,7 +717,7 @@ void write_draft_keys(const Tensor& embedded, const Tensor& hidden, const Tensor
   });
 }
 
-// Returns whether AMX is used from now on: whether it is allowed and this library was compiled for it.
+// Returns whether AMX is used from now on: it must be allowed, and this library must have been compiled for it.
 bool allow_amx(bool allowed) {
 #ifdef HAS_AMX
   return amx_allowed = allowed;
@@ -717,8 +728,7 @@ bool allow_amx(bool allowed) {
 
 }  // namespace
 
-// The names of an operation's arguments in its schema, separated by commas; empty if the operation is
-// not declared.
+// The names of an operation's arguments in its schema, separated by commas; empty if the operation is not declared.
 std::string argument_names(const char* operation) {
   std::string names;
   const auto declared = c10::Dispatcher::singleton().findSchema({operation, ""});
@@ -730,9 +740,9 @@ std::string argument_names(const char* operation) {
 #define TEXT_OF(...) #__VA_ARGS__
 #define EXPANDED_TEXT_OF(...) TEXT_OF(__VA_ARGS__)
 
-// Registers the kernels under the schemas that kernels.py and sampling.py declare. Returns the names of those that do
-// not fit their schemas, separated by spaces: these are left out, so that their references run. torch compares the
-// types of the arguments. All settings of sampling are tensors, so their names are compared, too.
+// Registers the kernels under the schemas that kernels.py and sampling.py declare. A kernel that does not fit its
+// schema is left out, so that the reference runs; returns the names of these kernels, separated by spaces. torch
+// compares the types of the arguments. All settings of sampling are tensors, so their names are compared, too.
 extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   static torch::Library cpu(torch::Library::IMPL, "fastpath", c10::DispatchKey::CPU, __FILE__, __LINE__);
   // These have no tensor whose device could be dispatched on.

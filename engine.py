@@ -1,8 +1,9 @@
 """The engine: requests in, tokens out. This is the only generation loop (continuous batching).
 
-Read down: Request; `prefill` and `decode`; PlainDecoding; Row; Plan; Engine, whose `step` is the
-body of the loop; `generate`, the loop. The engine knows token ids only. Text is up to the caller,
-in on_token. Speculation and the ranks of a split model are arguments.
+Read down: Request; `prefill` and `decode`; Row and Batch; PlainDecoding; Plan; Engine, whose `step`
+is the body of the loop: `make_plan` decides what it does, and `run` does it; `generate`, the loop.
+The engine knows token ids only. Text is up to the caller, in on_token. Speculation and the ranks of
+a split model are arguments.
 
 Prefill reads the tokens of a prompt, many in one pass of the model, and yields the first new token.
 Decode then reads the newest token, and yields the next one. Both store the keys and values of the
@@ -168,7 +169,101 @@ class StepFunctions:
     compile: Callable = lambda function: function
 
 
-# ---------------------------------------------------------------- what the engine is given
+# ---------------------------------------------------------------- rows
+
+
+@dataclass(eq=False)
+class Row:
+    """A row of the KV cache."""
+
+    index: int
+    # The tokens whose keys and values the cache holds, from position 0 on
+    tokens: list[int] = field(default_factory=list)
+    request: Request | None = None  # None: the row is free
+    last_used: float = 0.0  # time.perf_counter() at the start of the last pass that wrote to it
+    waited: int = 0  # chunks of other prompts that were read while this one waited
+    # A prefill pass ends at this position, so that a snapshot of recurrent states can be taken; 0: none does
+    snapshot_end: int = 0
+
+    def admit(self, admission: "Admission") -> "Row":
+        """This row, when a request has got it."""
+        request = admission.request
+        return replace(
+            self,
+            tokens=request.prompt[: admission.reused],
+            request=request,
+            waited=0,
+            snapshot_end=admission.snapshot_end,
+        )
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a part of the prompt is not in the cache yet."""
+        return self.request is not None and not self.request.new_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the prompt has been read. The pass that reads its end samples the first token."""
+        return self.request is not None and bool(self.request.new_tokens)
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens of the prompt that are not in the cache."""
+        return self.request.prompt[len(self.tokens) :]
+
+    @property
+    def prefill_end(self) -> int:
+        """The position at which a prefill pass has to end: snapshot_end, or the end of the prompt."""
+        end = len(self.request.prompt)
+        return self.snapshot_end if len(self.tokens) < self.snapshot_end < end else end
+
+
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """The number of tokens, from the first on, in which two lists are equal."""
+    for n, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return n
+    return min(len(a), len(b))
+
+
+def set_masks(sampling: Sampling, rows: list[Row], drafted: list[list[int]] | None = None):
+    """Let the grammars of rows say which tokens may come next, and after each drafted token."""
+    drafted = drafted or [[]] * len(rows)
+    masked = []
+    for row, ids in zip(rows, drafted):
+        if row.request.grammar is not None:
+            position = len(row.request.prompt) + len(row.request.new_tokens)
+            masked.append((row.index, position, row.request.grammar, ids))
+    if masked:
+        sampling.set_masks(masked)
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows that a step decodes, and what the step needs of the engine."""
+
+    rows: list[Row]
+    # (3,B) as in `decode`: the newest token, its position, the cache row. Columns of padding may
+    # follow those of the rows.
+    inputs: Tensor
+    model: Transformer
+    sampling: Sampling
+    steps: StepFunctions
+    threads: object  # a cpu.threads.Threads or kernels.FixedThreads
+    timing: Timing  # of the steps before
+
+    @property
+    def random(self) -> bool:
+        """Whether any row samples at random instead of greedily."""
+        return any(row.request.params.temperature > 0 for row in self.rows)
+
+    def with_threads(self, kind: str):
+        """A context that runs a pass of this kind with the number of threads that is fastest for it.
+        It is always the same if results may depend on it."""
+        return self.threads.of(kind, len(self.rows), not self.model.backend.thread_invariant)
 
 
 class PlainDecoding:
@@ -181,7 +276,6 @@ class PlainDecoding:
 
     def begin(self, engine: "Engine"):
         """Called once, before the other methods."""
-        self.engine = engine
 
     def add(self, row: int, tokens: list[int], cached: int):
         """The request in this cache row has its first new token. tokens: the prompt and this token,
@@ -190,23 +284,23 @@ class PlainDecoding:
     def remove(self, row: int):
         """The request in this cache row has ended."""
 
-    def step(self, rows: list["Row"], inputs: Tensor) -> StepResult:
-        """Decode the next tokens of these rows. inputs: as in `decode`; columns of padding may
-        follow those of the rows."""
-        engine = self.engine
-        engine.set_masks(rows)
-        fixed = not engine.model.backend.thread_invariant
-        with engine.threads.of("decode", len(rows), fixed):
-            ids, logprobs, logits = engine.steps.decode(engine.model, inputs, engine.sampling)
-        return StepResult(ids.tolist()[: len(rows)], logprobs, logits)
+    def step(self, batch: Batch) -> StepResult:
+        """Decode the next tokens of the rows of a batch."""
+        set_masks(batch.sampling, batch.rows)
+        with batch.with_threads("decode"):
+            ids, logprobs, logits = batch.steps.decode(batch.model, batch.inputs, batch.sampling)
+        return StepResult(ids.tolist()[: len(batch.rows)], logprobs, logits)
 
     def rehearsal(self):
         """A context in which each step runs everything that later steps may need, to compile it."""
         return nullcontext()
 
-    def numbers(self, profiled: bool) -> dict:
+    def numbers(self, timing: Timing, profiled: bool) -> dict:
         """The fields of --json about drafts; without times if they were `profiled`."""
         return {}
+
+
+# ---------------------------------------------------------------- the engine
 
 
 class SingleProcess:
@@ -242,59 +336,31 @@ class EngineOptions:
     ranks: object = SingleProcess()
 
 
-# ---------------------------------------------------------------- the engine
+@dataclass(frozen=True)
+class Admission:
+    """A request gets a row of the cache."""
+
+    request: Request
+    row: int
+    source: int  # the row of which it reuses the first `reused` positions, perhaps the same
+    reused: int
+    snapshot_end: int  # see Row
 
 
-@dataclass(eq=False)
-class Row:
-    """A row of the KV cache."""
-
-    index: int
-    # The tokens whose keys and values the cache holds, from position 0 on
-    tokens: list[int] = field(default_factory=list)
-    request: Request | None = None  # None: the row is free
-    last_used: float = 0.0  # time.perf_counter() at the start of the last pass that wrote to it
-    waited: int = 0  # chunks of other prompts that were read while this one waited
-    # A pass over the prompt ends here, so that a snapshot of recurrent states is taken before; 0: no pass
-    pause: int = 0
-
-    @property
-    def unread(self) -> list[int]:
-        """The request's tokens that are not in the cache: the rest of the prompt, or, while the row
-        is decoding, the newest token."""
-        return (self.request.prompt + self.request.new_tokens)[len(self.tokens) :]
-
-    @property
-    def readable(self) -> int:
-        """How many unread tokens a pass may read."""
-        left = self.pause - len(self.tokens)
-        unread = len(self.unread)
-        return left if 0 < left < unread else unread
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether the prompt has been read. The pass that reads its end samples the first token."""
-        return bool(self.request.new_tokens)
-
-
-def common_prefix_length(a: list[int], b: list[int]) -> int:
-    """The number of tokens, from the first on, in which two lists are equal."""
-    for n, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return n
-    return min(len(a), len(b))
-
-
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """What a step does. Rank 0 sends its plan to the other ranks, which do the same."""
+    """What a step does, in this order. Rank 0 makes it, and all ranks run it."""
 
-    released: list[int] = field(default_factory=list)  # rows whose requests have ended
-    # (request, row, source, n, pause): the request gets a row, which reuses n positions of the row
-    # source; pause is that of the row
-    admitted: list[tuple[Request, int, int, int, int]] = field(default_factory=list)
-    chunk: dict[int, int] = field(default_factory=dict)  # row -> prompt tokens to read, in one pass
-    decoding: list[int] = field(default_factory=list)  # rows to decode
+    ended: list[int]  # rows whose requests have ended, or are cancelled
+    admitted: list[Admission]
+    chunk: dict[int, int]  # row -> prompt tokens to read, in one pass
+    decoding: list[int]  # rows to decode
+
+    def for_other_ranks(self) -> "Plan":
+        """The plan without on_token and grammars, which only rank 0 calls: they cannot be pickled."""
+        requests = [replace(admission.request, on_token=None, grammar=None) for admission in self.admitted]
+        admitted = [replace(admission, request=request) for admission, request in zip(self.admitted, requests)]
+        return replace(self, admitted=admitted)
 
 
 class Engine:
@@ -324,7 +390,7 @@ class Engine:
         self.finished: list[Request] = []
         self.released: list[int] = []  # rows
 
-        # For watchdog.py: the step that is running. None while there is none; plan also while it is made
+        # For watchdog.py: the step that is running. None while there is none; plan also while it is made.
         self.step_started: float | None = None  # time.perf_counter()
         self.plan: Plan | None = None
 
@@ -358,9 +424,9 @@ class Engine:
     def step(self) -> list[Request]:
         """Do one step, and return the requests that have ended since the last step."""
         with self._timed():
-            plan = self._plan()
-            self.ranks.share(lambda: plan)
-            self._run(plan)
+            plan = self.make_plan()
+            self.ranks.share(plan.for_other_ranks)
+            self.run(plan)
 
         finished = self.finished
         self.finished = []
@@ -382,16 +448,8 @@ class Engine:
         """Do what rank 0 does, until it closes its engine."""
         while (plan := self.ranks.share()) is not None:
             with self._timed():
-                for row in [self.rows[index] for index in plan.released]:
-                    if row.request is not None:
-                        self._finish(row.request, "cancelled", row)
-                for admitted in plan.admitted:
-                    self._start(*admitted)
-                self._run(plan)
-
-            # Rank 0 returns the finished requests, and its next plan has the released rows.
-            self.finished = []
-            self.released = []
+                self.run(plan)
+            self.finished = []  # rank 0 returns them
 
     def close(self):
         """End the other ranks' `follow`."""
@@ -408,94 +466,76 @@ class Engine:
             self.step_started = None
             self.plan = None
 
-    def _plan(self) -> Plan:
-        """End cancelled requests, give free rows to waiting ones, and choose what to read."""
-        for request in dict.fromkeys(self.cancelled):  # once each, however often it was cancelled
-            row = next((row for row in self.rows if row.request is request), None)
-            if row is not None or request in self.waiting:
-                self._finish(request, "cancelled", row)
-        self.waiting = deque(request for request in self.waiting if request.finish_reason is None)
+    # ------------------------------------------------------------ deciding
 
-        plan = Plan(self.released)
+    def make_plan(self) -> Plan:
+        """Decide what the next step does. Takes requests out of the queue, and changes no row."""
+        for request in self.cancelled:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                self._finish(request, "cancelled")
+        ended = self.released + [row.index for row in self.rows if row.request in self.cancelled]
         self.cancelled = []
-        self.released = []
-        while self.waiting and any(row.request is None for row in self.rows):
-            request = self.waiting.popleft()
-            chosen = self._choose_row(request)
-            self._start(request, *chosen)
-            # The other ranks get no on_token and no grammar: these cannot be pickled.
-            plan.admitted.append((replace(request, on_token=None, grammar=None), *chosen))
 
-        active = [row for row in self.rows if row.request is not None]
-        reading = [row for row in active if not row.is_decoding]
-        plan.decoding = [row.index for row in active if row.is_decoding]
-        plan.chunk = self._choose_chunk(reading, bool(plan.decoding))
-        return plan
+        # The rows as the plan will change them
+        rows = [replace(row, request=None) if row.index in ended else row for row in self.rows]
+        # The row that now holds the tokens of each of them. Until the plan is run, nothing is copied.
+        holders = list(range(len(rows)))
+        admitted = []
+        while self.waiting and any(row.request is None for row in rows):
+            admission = self._choose_row(self.waiting.popleft(), rows, holders)
+            rows[admission.row] = rows[admission.row].admit(admission)
+            holders[admission.row] = holders[admission.source]
+            admitted.append(admission)
 
-    def _choose_row(self, request: Request) -> tuple[int, int, int, int]:
-        """Choose a free row for a request. Returns its index, the index of the row that holds the
-        longest prefix of the prompt (source), the length of this prefix, and the row's `pause`."""
+        decoding = [row.index for row in rows if row.is_decoding]
+        chunk = self._choose_chunk([row for row in rows if row.is_reading], bool(decoding))
+        return Plan(ended, admitted, chunk, decoding)
+
+    def _choose_row(self, request: Request, rows: list[Row], holders: list[int]) -> Admission:
+        """Choose a free row for a request, and the row with the longest prefix of its prompt."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all
         # tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
-        shared = {row: common_prefix_length(row.tokens, wanted) for row in self.rows}
-        common = {row: self.model.restorable(row.index, n) for row, n in shared.items()}
+        shared = [common_prefix_length(row.tokens, wanted) for row in rows]
+        common = [self.model.restorable(holder, n) for holder, n in zip(holders, shared)]
 
         # Of equal prefixes, take one in a free row, which the request may then continue in place.
         # Of such rows take the least recently used: its other tokens will be overwritten.
-        source = max(self.rows, key=lambda row: (common[row], row.request is None, -row.last_used))
-        n = common[source]
+        source = max(rows, key=lambda row: (common[row.index], row.request is None, -row.last_used))
+        n = common[source.index]
 
-        # A recurrent state may lack a snapshot where this prompt and an earlier one part, as after a
-        # system prompt. Then one is taken there, because others may part at the same place.
-        pause = 0
-        parted = max(shared.values())
-        if parted - n >= MIN_SHARED_TOKENS:
-            pause = parted + DELTA_WINDOW
+        # A recurrent state may lack a snapshot where this prompt diverges from an earlier one, as after
+        # a system prompt. Then one is taken there, because others may diverge at the same place. It is
+        # taken DELTA_WINDOW tokens before the end of a pass.
+        snapshot_end = 0
+        if max(shared) - n >= MIN_SHARED_TOKENS:
+            snapshot_end = max(shared) + DELTA_WINDOW
 
-        if source.request is None and 2 * n >= len(source.tokens):
-            return source.index, source.index, n, pause
-
-        # Copy the prefix: source is busy, or would lose more tokens than are reused. (If source is
-        # the oldest free row, it loses them nevertheless, and nothing is copied.)
-        free = [row for row in self.rows if row.request is None]
-        oldest = min(free, key=lambda row: row.last_used)
-        return oldest.index, source.index, n, pause
-
-    def _start(self, request: Request, index: int, source: int, n: int, pause: int):
-        """Give a row to a request, which reuses the first n positions of the row `source`."""
-        self.model.reuse(source, index, n)
-        row = self.rows[index]
-        row.request = request
-        row.pause = pause
-        # Cutting the list is all that reuse takes. The cache still holds older keys and values from
-        # position n on, but a token attends only to positions up to its own, and by then all of
-        # these hold tokens of this request.
-        row.tokens = request.prompt[:n]
-        row.waited = 0
-        request.cached_tokens = n
-        request.times["started"] = time.perf_counter()
-        self.sampling.set_row(index, request.params, request.prompt)
+        row = source
+        if source.request is not None or 2 * n < len(source.tokens):
+            # Copy the prefix: source is busy, or would lose more tokens than are reused. (If source is
+            # the oldest free row, it loses them nevertheless, and nothing is copied.)
+            free = [row for row in rows if row.request is None]
+            row = min(free, key=lambda row: row.last_used)
+        return Admission(request, row.index, source.index, n, snapshot_end)
 
     def _choose_chunk(self, reading: list[Row], decoding: bool) -> dict[int, int]:
-        """Choose what this step reads, as row -> number of prompt tokens: a chunk of one prompt
-        while rows are decoding, otherwise a part of each."""
+        """Choose what a step reads, as row -> number of prompt tokens: a chunk of one prompt while
+        rows are decoding, otherwise a part of each."""
         if not reading:
             return {}
-        if not (decoding or self.options.always_chunk):
-            most = max(1, PREFILL_TOKENS // len(reading))
-            if self.model.device.type == "cpu" and sum(len(row.unread) for row in reading) > MAX_SINGLE_PASS:
-                invariant = self.model.backend.chunk_invariant
-                tokens = CPU_PREFILL_TOKENS if invariant else CPU_PREFILL_TOKENS_UNPACKED
-                most = min(most, max(64, tokens // len(reading)))
-            return {row.index: self._pass_tokens(row, most) for row in reading}
+        if decoding or self.options.always_chunk:
+            # A prompt that has waited for MAX_WAIT chunks goes first, then the prompt with the fewest tokens.
+            first = min(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
+            return {first.index: self._pass_tokens(first, self.options.chunk_tokens or CHUNK_TOKENS)}
 
-        # A prompt that has waited for MAX_WAIT chunks goes first, then that with the fewest tokens.
-        order = sorted(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
-        for row in order[1:]:
-            row.waited += 1
-        chunk_tokens = self.options.chunk_tokens or CHUNK_TOKENS
-        return {order[0].index: self._pass_tokens(order[0], chunk_tokens)}
+        most = max(1, PREFILL_TOKENS // len(reading))
+        if self.model.device.type == "cpu" and sum(len(row.unread) for row in reading) > MAX_SINGLE_PASS:
+            invariant = self.model.backend.chunk_invariant
+            tokens = CPU_PREFILL_TOKENS if invariant else CPU_PREFILL_TOKENS_UNPACKED
+            most = min(most, max(64, tokens // len(reading)))
+        return {row.index: self._pass_tokens(row, most) for row in reading}
 
     def _pass_tokens(self, row: Row, most: int) -> int:
         """How many tokens of a row's prompt to read, about `most`.
@@ -503,19 +543,33 @@ class Engine:
         A recurrent state can be saved DELTA_WINDOW tokens before the end of a pass, so passes end there
         after each multiple of the snapshots' interval.
         """
+        done = len(row.tokens)
         interval = self.model.snapshot_interval
         if interval is not None:
-            done = len(row.tokens)
             next_multiple = max(1, (done - DELTA_WINDOW) // interval + 1) * interval
             left = next_multiple + DELTA_WINDOW - done
             if left <= most + DELTA_WINDOW:  # at the beginning, so that no short pass is needed
                 most = left
-        return min(most, row.readable)
+        return min(most, row.prefill_end - done)
 
-    def _run(self, plan: Plan):
-        """Do the two passes of a step: prefill and decode."""
+    # ------------------------------------------------------------ doing
+
+    def run(self, plan: Plan):
+        """Do what a plan says. All ranks do the same."""
         self.plan = plan
         self.steps = self.next_steps
+        for row in [self.rows[index] for index in plan.ended]:
+            if row.request is not None:  # cancelled, or ended by rank 0 alone: only it calls on_token
+                self._finish(row.request, "cancelled", row)
+        self.released = []
+
+        for admission in plan.admitted:
+            self._admit(admission)
+        for admission in plan.admitted:
+            if admission.reused:
+                # After all of them were admitted: a new snapshot may replace one that another reuses.
+                self.model.offer_snapshot(admission.row, 0)
+
         if plan.chunk:
             # The results of torch's own products may depend on the number of threads.
             fixed = not self.model.backend.chunk_invariant
@@ -524,19 +578,33 @@ class Engine:
         if plan.decoding:
             self._decode([self.rows[index] for index in plan.decoding])
 
+    def _admit(self, admission: Admission):
+        """Give a row to a request."""
+        request = admission.request
+        self.model.reuse(admission.source, admission.row, admission.reused)
+        # Cutting the list of tokens is all that reuse takes in a row itself. The cache still holds older
+        # keys and values from there on, but a token attends only to positions up to its own, and by then
+        # all of these hold tokens of this request.
+        self.rows[admission.row] = self.rows[admission.row].admit(admission)
+        request.cached_tokens = admission.reused
+        request.times["started"] = time.perf_counter()
+        self.sampling.set_row(admission.row, request.params, request.prompt)
+
     def _read(self, chunk: dict[int, int]):
         """Read a chunk (row -> number of tokens) in one pass, and sample the first new token of
         complete prompts."""
         start = time.perf_counter()
         rows = [self.rows[index] for index in chunk]
+        for row in self.rows:
+            row.waited += row.is_reading and row.index not in chunk
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
-        left = [row.readable - n for row, n in zip(rows, chunk.values())]
         logits = self._prefill(rows, parts)  # (B,V)
 
-        for row, part, more, last in zip(rows, parts, left, logits[:, : self.model.config.n_token]):
+        for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
+            end = row.prefill_end
             row.tokens += part
             row.last_used = start
-            self.model.offer_snapshot(row.index, more)
+            self.model.offer_snapshot(row.index, end - len(row.tokens))
             if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
                 if last.max().isfinite():
                     self._finish(row.request, "length", row)
@@ -547,7 +615,7 @@ class Engine:
         if complete:
             self._append_first_tokens([rows[i] for i in complete], logits[complete])
         else:
-            logits[0, 0].item()  # waits for a GPU, whose time would count as that of the next step
+            logits[0, 0].item()  # wait for a GPU, so that its time is not counted in the next step
         self.timing.prefill_s += time.perf_counter() - start
         self.timing.prefill_tokens += sum(map(len, parts))
 
@@ -584,22 +652,11 @@ class Engine:
 
     def _append_first_tokens(self, rows: list[Row], logits: Tensor):
         """Sample the first new token of these rows, from the logits (B,V) after their prompts."""
-        self.set_masks(rows)
+        set_masks(self.sampling, rows)
         indices = torch.tensor([row.index for row in rows], device=logits.device)
         positions = torch.tensor([len(row.tokens) for row in rows], device=logits.device)
         ids, logprobs, logits = draw(self.model, logits, indices, positions, self.sampling)
         self._append_tokens(rows, ids.tolist(), logprobs, logits)
-
-    def set_masks(self, rows: list[Row], drafted: list[list[int]] | None = None):
-        """Let the grammars of rows say which tokens may come next, and after each drafted token."""
-        drafted = drafted or [[]] * len(rows)
-        masked = []
-        for row, ids in zip(rows, drafted):
-            if row.request.grammar is not None:
-                position = len(row.request.prompt) + len(row.request.new_tokens)
-                masked.append((row.index, position, row.request.grammar, ids))
-        if masked:
-            self.sampling.set_masks(masked)
 
     def _decode(self, rows: list[Row]):
         start = time.perf_counter()
@@ -609,10 +666,11 @@ class Engine:
             # Pad the batch to all rows. Row 0 may be busy, but position -1 is its scratch slot.
             columns += [(0, -1, 0)] * (len(self.rows) - len(rows))
         inputs = torch.tensor(list(zip(*columns)), device=self.model.device)  # (3,B)
+        batch = Batch(rows, inputs, self.model, self.sampling, self.steps, self.threads, self.timing)
         counts = self.model.expert_counts  # passes add to it
         if counts is not None:
             self.timing.expert_counts.sub_(counts)
-        result = self.decoding.step(rows, inputs)
+        result = self.decoding.step(batch)
         if counts is not None:
             self.timing.expert_counts.add_(counts)
 
@@ -639,7 +697,7 @@ class Engine:
             if before == 0:
                 self.decoding.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
                 request.times["first_token"] = time.perf_counter()
-            if request.logprobs is not None:  # _finish drops those after the request's last token
+            if request.logprobs is not None:  # _finish drops the entries after the request's last token
                 entries = top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
                 request.token_logprobs += entries
             for token in new_tokens[i]:
@@ -673,8 +731,8 @@ class Engine:
         if reason is not None:
             self._finish(request, reason, row)
 
-    def _finish(self, request: Request, reason: str, row: Row | None, error: str | None = None):
-        """End a request, and free its row; None if it was still waiting for one."""
+    def _finish(self, request: Request, reason: str, row: Row | None = None, error: str | None = None):
+        """End a request, and free its row, if it has one."""
         request.finish_reason = reason
         request.error = error
         request.times["finished"] = time.perf_counter()
@@ -710,6 +768,5 @@ def read_with_progress(engine: Engine, requests: list[Request]):
         while not all(request.new_tokens or request.finish_reason for request in requests):
             engine.step()
             bar.initial = sum(request.cached_tokens for request in requests)
-            reading = [row for row in engine.rows if row.request and not row.is_decoding]
-            unread = sum(len(row.unread) for row in reading)
+            unread = sum(len(row.unread) for row in engine.rows if row.is_reading)
             bar.n = total - unread - sum(len(request.prompt) for request in engine.waiting)

@@ -180,7 +180,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
             seconds = all_reduces_s(model, len(engine.rows)) * timing.decode_steps
             fields["communication_share"] = seconds / timing.decode_s
         fields["weight_bytes_per_rank"] = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return fields | engine.decoding.numbers(profiled)
+    return fields | engine.decoding.numbers(timing, profiled)
 
 
 def bytes_per_token(model: Transformer, timing) -> dict[str, float | None]:

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from costs import weight_reads
 from drafts.controller import Candidate, Controller
-from drafts.draft import MAX_K, WIDTHS, Batch, Draft, Proposal, full_width_choices, width_of
-from engine import Engine, PlainDecoding, StepResult
+from drafts.draft import MAX_K, WIDTHS, Draft, Proposal, full_width_choices, width_of
+from engine import Batch, Engine, PlainDecoding, StepResult, Timing, set_masks
 from kernels import MAX_DECODE_TOKENS
 from report import synchronize
 from sampling import Sampling, exponential_noise, probabilities, sample
@@ -58,8 +58,8 @@ ACCEPT = 1  # the stream of the noise that decides what is accepted; tokens are 
 # ---------------------------------------------------------------- verification
 
 
-class DraftedTokens(NamedTuple):
-    """The tokens of a Proposal, for `verify`."""
+class ProposalTensors(NamedTuple):
+    """A Proposal as `verify` takes it."""
 
     drafted: Tensor  # (B,k) int64
     lengths: Tensor  # (B,) int64: how many tokens of each row are proposed; the rest is padding
@@ -67,7 +67,7 @@ class DraftedTokens(NamedTuple):
     p_draft: Tensor | None = None
 
 
-def verify(model, inputs: Tensor, proposal: DraftedTokens, sampling: Sampling, padded: bool = True):
+def verify(model, inputs: Tensor, proposal: ProposalTensors, sampling: Sampling, padded: bool = True):
     """Run the target model over the last token and the drafted tokens of each row, and decide which
     drafted tokens to accept.
 
@@ -148,7 +148,7 @@ def at_last_token(x: Tensor, count: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), count - 1]
 
 
-def accept(p_target: Tensor, proposal: DraftedTokens, position: Tensor, seed: Tensor):
+def accept(p_target: Tensor, proposal: ProposalTensors, position: Tensor, seed: Tensor):
     """Accept drafted tokens or resample (arXiv:2211.17192, algorithm 1). Returns tokens and count
     as `verify` does.
 
@@ -255,8 +255,8 @@ class Report:
 # ---------------------------------------------------------------- a step
 
 
-class Drafted(NamedTuple):
-    """The result of drafting in a step. Without a proposal, the step is a plain one."""
+class DraftResult(NamedTuple):
+    """What drafting in a step has given. Without a proposal, the step is a plain one."""
 
     choice: Candidate | None = None
     proposal: Proposal | None = None
@@ -281,7 +281,7 @@ class Speculation(PlainDecoding):
         self.fruitless = 0  # fruitless searches in succession, at most MAX_PAUSE
         self.pause = 0  # steps until the next search
         self.observers = [draft for draft in drafts if draft.observes]
-        self.controller = Controller([draft.prior for draft in drafts], self._token_s, self._extra_share)
+        self.controller = Controller([draft.prior for draft in drafts], self._extra_share)
         self.report = Report()
         self.draft_counts = self.report.drafts
         for i, draft in enumerate(drafts):
@@ -290,28 +290,12 @@ class Speculation(PlainDecoding):
             self.report.count(draft.name)  # so that drafts that never propose are reported, too
 
     def begin(self, engine: Engine):
-        super().begin(engine)
-        self.model = engine.model
         self.verify = engine.steps.compile(verify)
+        self.reads = weight_reads(engine.model)
         # (index of the draft, number of rows) -> what `_candidates` returns
         self.candidates: dict[tuple[int, int], list[Candidate]] = {}
-        self.reads = weight_reads(engine.model)
         for draft in self.drafts:
             draft.begin(engine)
-
-    def _token_s(self) -> float | None:
-        """The seconds that a token of a prompt took. None after a short prompt: reading it takes
-        about as long as a plain step, however many tokens it has."""
-        timing = self.engine.timing
-        if timing.prefill_tokens <= MAX_DECODE_TOKENS:
-            return None
-        return timing.prefill_s / timing.prefill_tokens
-
-    def _extra_share(self, rows: int, tokens: int) -> float:
-        """The bytes of experts that each of these extra tokens adds to a pass over one token per row,
-        divided by all bytes of weights that this pass reads."""
-        extra = self.reads.of_experts(rows + tokens) - self.reads.of_experts(rows)
-        return extra / tokens / self.reads.total(rows)
 
     def add(self, row: int, tokens: list[int], cached: int):
         self.fruitless = 0
@@ -323,15 +307,14 @@ class Speculation(PlainDecoding):
         for draft in self.drafts:
             draft.remove(row)
 
-    def numbers(self, profiled: bool) -> dict:
+    def numbers(self, timing: Timing, profiled: bool) -> dict:
         if profiled:
             return {"draft_prefill_s": None} | self.report.numbers(0.0)
-        timing = self.engine.timing
         return {"draft_prefill_s": timing.draft_prefill_s} | self.report.numbers(timing.decode_s)
 
-    def step(self, rows: list, inputs: Tensor) -> StepResult:
-        batch = Batch(rows, inputs)
-        trials = self.engine.threads.trials
+    def step(self, batch: Batch) -> StepResult:
+        trials = batch.threads.trials
+        self.controller.token_s = prompt_token_s(batch.timing)
 
         start = time.perf_counter()
         drafted = self._rehearse(batch) if self.rehearsing else self._draft(batch)
@@ -340,31 +323,33 @@ class Speculation(PlainDecoding):
         start = time.perf_counter()
         result = self._run_target(batch, drafted.proposal)
         for draft in self.drafts:
-            for row, new in zip(rows, result.new_tokens):
+            for row, new in zip(batch.rows, result.new_tokens):
                 draft.accepted(row.index, new)
         target_s = time.perf_counter() - start
 
         result.draft_prefill_s = drafted.prefill_s
         if drafted.proposal is not None:
             draft = self.drafts[drafted.choice.draft]
-            positions = [len(row.tokens) for row in rows]
+            positions = [len(row.tokens) for row in batch.rows]
             result.draft_bytes, result.draft_kv_bytes = draft.bytes_read(drafted.proposal.k, positions)
         if not self.rehearsing:
             accepted = [len(new) - 1 for new in result.new_tokens]
-            is_trial = self.engine.threads.trials != trials
-            self._learn(batch, drafted, accepted, (draft_s, target_s), is_trial)
+            is_trial = batch.threads.trials != trials
+            self._learn(drafted, accepted, (draft_s, target_s), is_trial)
         return result
 
-    def _draft(self, batch: Batch) -> Drafted:
+    # ------------------------------------------------------------ drafting
+
+    def _draft(self, batch: Batch) -> DraftResult:
         """Choose a draft and a number of tokens, and let it propose."""
         if not self.automatic:
             asked = (self._ask(batch, Candidate(i, self.k, 0)) for i in range(len(self.drafts)))
-            return next((drafted for drafted in asked if drafted.proposal is not None), Drafted())
+            return next((drafted for drafted in asked if drafted.proposal is not None), DraftResult())
 
         rows = len(batch.rows)
         # One row is searched in less time than could_gain takes. Ranks need the same candidates,
         # but each has measured other times, so they always search.
-        always = rows == 1 or self.model.shard.ranks > 1
+        always = rows == 1 or batch.model.shard.ranks > 1
         is_worthwhile = always or (self.pause == 0 and self.controller.could_gain(rows, self.k))
         found = {}  # index of a free draft -> its proposal
         candidates = []
@@ -375,7 +360,7 @@ class Speculation(PlainDecoding):
                 found[i] = self._ask(batch, Candidate(i, self.k, 0)).proposal
                 candidates += self._free_candidates(i, batch, found[i])
 
-        choice = self._choose(rows, candidates)
+        choice = self._choose(batch, candidates)
         is_found = choice is not None and choice.draft in found
         if self.pause > 0:
             self.pause -= 1
@@ -386,22 +371,23 @@ class Speculation(PlainDecoding):
             self.pause = self.fruitless
 
         if choice is None:
-            return Drafted()
+            return DraftResult()
         if is_found:
-            return Drafted(choice, self._likeliest(found[choice.draft], choice))
+            return DraftResult(choice, self._likeliest(batch, found[choice.draft], choice.k))
         return self._ask(batch, choice)
 
-    def _choose(self, rows: int, candidates: list[Candidate]) -> Candidate | None:
-        """The controller's choice. All ranks use that of rank 0: each has measured other times."""
-        choice = self.controller.choose(rows, candidates)
-        if self.model.shard.ranks == 1:
+    def _choose(self, batch: Batch, candidates: list[Candidate]) -> Candidate | None:
+        """The controller's choice. All ranks use the choice of rank 0: each has measured other times."""
+        choice = self.controller.choose(len(batch.rows), candidates)
+        shard = batch.model.shard
+        if shard.ranks == 1:
             return choice
         choices = [None, *candidates]
-        index = torch.tensor(choices.index(choice), device=self.model.device)
-        return choices[int(self.model.shard.broadcast(index))]
+        index = torch.tensor(choices.index(choice), device=batch.model.device)
+        return choices[int(shard.broadcast(index))]
 
-    def _ask(self, batch: Batch, choice: Candidate) -> Drafted:
-        """The proposal of a draft. The report counts its time, without that of reading prompts."""
+    def _ask(self, batch: Batch, choice: Candidate) -> DraftResult:
+        """The proposal of a draft. The report counts its time, without the time of reading prompts."""
         draft = self.drafts[choice.draft]
         prefill_s = draft.catch_up(batch.rows)
 
@@ -409,19 +395,14 @@ class Speculation(PlainDecoding):
         if draft.is_free:
             proposal = draft.propose(batch, choice.k)
         else:
-            with self._threads(f"draft {draft.name} {choice.k}", batch):
+            with batch.with_threads(f"draft {draft.name} {choice.k}"):
                 proposal = draft.propose(batch, choice.k)
-            synchronize(self.model.device)
+            synchronize(batch.model.device)
         self.report.count(draft.name, seconds=time.perf_counter() - start)
 
         if proposal is None:
-            return Drafted(prefill_s=prefill_s)
-        return Drafted(choice, proposal, prefill_s)
-
-    def _padded_k(self, k: int) -> int:
-        """How many drafted tokens per row a pass over k of them has with its padding. With fixed
-        shapes, it has one of WIDTHS tokens per row, and the first of these is not a drafted one."""
-        return width_of(k) - 1 if self.engine.steps.fixed_shapes else k
+            choice = None
+        return DraftResult(choice, proposal, prefill_s)
 
     def _candidates(self, index: int, batch: Batch) -> list[Candidate]:
         """The proposals that a draft can make. They are cached, because a step of a small model
@@ -431,7 +412,7 @@ class Speculation(PlainDecoding):
         if (index, rows) not in self.candidates:
             plain = self.reads.total(rows)
             self.candidates[index, rows] = [
-                Candidate(index, k, rows * self._padded_k(k), None, draft.bytes_read(k, [0] * rows)[0] / plain)
+                Candidate(index, k, rows * padded_k(batch, k), None, draft.bytes_read(k, [0] * rows)[0] / plain)
                 for k in draft.choices(self.k)
             ]
         return self.candidates[index, rows]
@@ -442,31 +423,37 @@ class Speculation(PlainDecoding):
         if proposal is None:
             return []
         probs = cumulative_acceptance(proposal)
-        if not self.engine.steps.fixed_shapes:
+        if not batch.steps.fixed_shapes:
             sums = accumulate(sorted(chain.from_iterable(probs), reverse=True))
             return [Candidate(index, n, n, accepted) for n, accepted in enumerate(sums, 1)]
         rows = batch.inputs.shape[1]
         return [
-            Candidate(index, n, rows * self._padded_k(n), sum(sum(row[:n]) for row in probs))
+            Candidate(index, n, rows * padded_k(batch, n), sum(sum(row[:n]) for row in probs))
             for n in full_width_choices(proposal.k)
         ]
 
-    def _likeliest(self, proposal: Proposal, choice: Candidate) -> Proposal:
-        """The part of a free draft's proposal that a candidate of `_free_candidates` stands for."""
-        if self.engine.steps.fixed_shapes:
-            return Proposal([tokens[: choice.k] for tokens in proposal.tokens], choice.k)
+    def _likeliest(self, batch: Batch, proposal: Proposal, n: int) -> Proposal:
+        """The part of a free draft's proposal that the candidate with n tokens stands for."""
+        if batch.steps.fixed_shapes:
+            return Proposal([tokens[:n] for tokens in proposal.tokens], n)
         probs = cumulative_acceptance(proposal)
-        least = sorted(chain.from_iterable(probs), reverse=True)[choice.k - 1]
+        least = sorted(chain.from_iterable(probs), reverse=True)[n - 1]
         counts = [sum(p >= least for p in row) for row in probs]
-        tokens = [tokens[:n] for tokens, n in zip(proposal.tokens, counts)]
+        tokens = [tokens[:count] for tokens, count in zip(proposal.tokens, counts)]
         return Proposal(tokens, max(counts))
 
-    def _learn(self, batch: Batch, drafted: Drafted, accepted: list[int], seconds: tuple, is_trial: bool):
+    def _extra_share(self, rows: int, tokens: int) -> float:
+        """The bytes of experts that each of these extra tokens adds to a pass over one token per row,
+        divided by all bytes of weights that this pass reads."""
+        extra = self.reads.of_experts(rows + tokens) - self.reads.of_experts(rows)
+        return extra / tokens / self.reads.total(rows)
+
+    def _learn(self, drafted: DraftResult, accepted: list[int], seconds: tuple, is_trial: bool):
         """Add a step to the report, and to the controller's estimates if it was not a trial of
         another number of threads.
 
-        accepted: the number of accepted tokens of each row. seconds: the time of drafting, and that
-        of the target's pass.
+        accepted: the number of accepted tokens of each row. seconds: the times of drafting, and of
+        the target's pass.
         """
         draft_s, target_s = seconds
         self.report.draft_s += draft_s
@@ -477,18 +464,20 @@ class Speculation(PlainDecoding):
         # A draft model that still reads the prompts proposes nothing
         is_reading = choice is not None and not any(lengths)
         if self.automatic and not is_trial and not is_reading:
-            self.controller.update(len(batch.rows), choice, seconds, accepted)
+            self.controller.update(len(accepted), choice, seconds, accepted)
         if choice is None:
             self.report.plain_steps += 1
         else:
             self.report.add(self.drafts[choice.draft].name, accepted, lengths)
 
+    # ------------------------------------------------------------ verifying
+
     def _run_target(self, batch: Batch, proposal: Proposal | None) -> StepResult:
         """A pass of the target: the verification of a proposal, or without one a plain step."""
         if proposal is None and not self.observers:
-            return super().step(batch.rows, batch.inputs)
+            return super().step(batch)
         proposal = proposal or Proposal([[] for _ in batch.rows], 0)
-        self.engine.set_masks(batch.rows, proposal.tokens)
+        set_masks(batch.sampling, batch.rows, proposal.tokens)
         tokens, count, logprobs, logits, hidden = self._verify(batch, proposal)
         for draft in self.observers:
             draft.observe(batch.rows, hidden)
@@ -497,7 +486,7 @@ class Speculation(PlainDecoding):
 
     def _verify(self, batch: Batch, proposal: Proposal) -> tuple:
         """The results of `verify`."""
-        k = self._padded_k(proposal.k)
+        k = padded_k(batch, proposal.k)
         p_draft = proposal.p_draft
         if p_draft is not None:
             p_draft = F.pad(p_draft, (0, 0, 0, k - proposal.k))
@@ -506,27 +495,12 @@ class Speculation(PlainDecoding):
         tokens = proposal.tokens + [[]] * padding_rows
         table = batch.inputs.new_tensor([ids + [0] * (k - len(ids)) for ids in tokens])
         lengths = batch.inputs.new_tensor([len(ids) for ids in tokens])
-        drafted = DraftedTokens(table, lengths, p_draft)
-        padded = self._needs_padding(proposal)
-        with self._threads(f"verify {k + 1}", batch):
-            return self.verify(self.model, batch.inputs, drafted, self.engine.sampling, padded)
+        tensors = ProposalTensors(table, lengths, p_draft)
+        padded = needs_padding(batch, proposal)
+        with batch.with_threads(f"verify {k + 1}"):
+            return self.verify(batch.model, batch.inputs, tensors, batch.sampling, padded)
 
-    def _needs_padding(self, proposal: Proposal) -> bool:
-        """Whether the target runs over padding of the proposals, too: `padded` of `verify`.
-
-        A GPU always does. Without padding, each token is a batch row of its own. Then a GPU would
-        read the keys and values of a cache row once for each of its tokens, and the program would
-        wait until the GPU has counted the tokens.
-        """
-        if self.engine.steps.fixed_shapes or proposal.p_draft is not None:
-            return True
-        has_one_length = len({len(tokens) for tokens in proposal.tokens}) == 1
-        return has_one_length or self.model.device.type != "cpu"
-
-    def _threads(self, kind: str, batch: Batch):
-        """A context that runs a step of this kind with the number of threads that is fastest for it
-        (Threads.of)."""
-        return self.engine.threads.of(kind, len(batch.rows), not self.model.backend.thread_invariant)
+    # ------------------------------------------------------------ compiling
 
     @contextmanager
     def rehearsal(self):
@@ -534,7 +508,7 @@ class Speculation(PlainDecoding):
         yield
         self.rehearsing = False
 
-    def _rehearse(self, batch: Batch) -> Drafted:
+    def _rehearse(self, batch: Batch) -> DraftResult:
         """Run each draft in each length, the plain step, and the verification in each width that k
         can need, with empty proposals. Propose nothing: accepted tokens could end the request
         before it has seen all graphs."""
@@ -553,9 +527,36 @@ class Speculation(PlainDecoding):
             if random:
                 p_draft = random[0][:, :1].repeat(1, width - 1, 1)
                 self._verify(batch, Proposal(nothing, width - 1, p_draft))
-        return Drafted()
+        return DraftResult()
+
+
+def prompt_token_s(timing: Timing) -> float | None:
+    """The seconds that a token of a prompt took. None after a short prompt: reading it takes about
+    as long as a plain step, however many tokens it has."""
+    if timing.prefill_tokens <= MAX_DECODE_TOKENS:
+        return None
+    return timing.prefill_s / timing.prefill_tokens
 
 
 def cumulative_acceptance(proposal: Proposal) -> list[list[float]]:
     """For each token of each row, the probability that it and all before it are accepted."""
     return [list(accumulate(probs, mul)) for probs in proposal.probs]
+
+
+def padded_k(batch: Batch, k: int) -> int:
+    """How many drafted tokens per row a pass over k of them has with its padding. With fixed
+    shapes, it has one of WIDTHS tokens per row, and the first of these is not a drafted one."""
+    return width_of(k) - 1 if batch.steps.fixed_shapes else k
+
+
+def needs_padding(batch: Batch, proposal: Proposal) -> bool:
+    """Whether the target runs over padding of the proposals, too: `padded` of `verify`.
+
+    A GPU always does. Without padding, each token is a batch row of its own. Then a GPU would read
+    the keys and values of a cache row once for each of its tokens, and the program would wait until
+    the GPU has counted the tokens.
+    """
+    if batch.steps.fixed_shapes or proposal.p_draft is not None:
+        return True
+    has_one_length = len({len(tokens) for tokens in proposal.tokens}) == 1
+    return has_one_length or batch.model.device.type != "cpu"

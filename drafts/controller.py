@@ -24,7 +24,7 @@ MARGIN = 1.08
 # The same for several rows: those that get ahead end sooner, and fewer rows share the later steps.
 BATCH_MARGIN = 1.2
 FEW_TOKENS = 8  # in a pass over at most this many, an extra token takes as long as in prefill
-LONGER = 1.4  # in longer passes, it takes this many times as long (measured: 1.1 to 1.6)
+LONGER = 1.4  # the relative cost of an extra token in a longer pass (measured: 1.1 to 1.6)
 # An estimate for prompts too short to measure it: an extra token takes this share of a plain step.
 EXTRA_TOKEN = 0.2
 # The acceptance rate of a draft without measurements, and how many tokens this estimate counts as
@@ -107,20 +107,19 @@ class Controller:
     """`choose` before each step, and `update` after it.
 
     priors: for each draft, the expected acceptance rate of its tokens, and the number of tokens
-    that this expectation counts as. token_s: a function that returns the seconds that a token of a
-    prompt takes, or None if they are not known. extra_share(rows, tokens): how many bytes of weights
-    each of these extra tokens adds to a plain step of these rows, divided by the bytes of the plain
-    step; it does not grow with the number of tokens.
+    that this expectation counts as. extra_share(rows, tokens): how many bytes of weights each of
+    these extra tokens adds to a plain step of these rows, divided by the bytes of the plain step; it
+    does not grow with the number of tokens.
     """
 
     def __init__(
         self,
         priors: list[tuple[float, float]],
-        token_s: Callable[[], float | None],
         extra_share: Callable[[int, int], float] = lambda rows, tokens: 0.0,
     ):
-        self.token_s = token_s
         self.extra_share = extra_share
+        # The seconds that a token of a prompt takes, which speculative.py sets; None if they are not known
+        self.token_s: float | None = None
         self.steps = 0
         # rows -> the seconds of a plain step
         self.plain: defaultdict[int, Recent] = defaultdict(Recent)
@@ -172,9 +171,7 @@ class Controller:
 
     def extra_s(self, rows: int, tokens: int, plain_s: float) -> float:
         """The seconds that this many extra tokens add to a pass over one token per row."""
-        prior = self.token_s()
-        if prior is None:
-            prior = EXTRA_TOKEN * plain_s
+        prior = EXTRA_TOKEN * plain_s if self.token_s is None else self.token_s
         if rows + tokens > FEW_TOKENS:
             prior *= LONGER
         prior = max(prior, self.extra_share(rows, tokens) * plain_s)

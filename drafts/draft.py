@@ -1,6 +1,6 @@
 """What a draft is.
 
-Read down: Batch, which a draft gets; Proposal, which it makes; Draft, the base class of all drafts.
+Read down: Proposal, which a draft makes for an engine.Batch; Draft, the base class of all drafts.
 speculative.py verifies proposals, and controller.py decides which draft proposes how many tokens.
 The drafts are in the other files of this folder. Knows nothing of text.
 """
@@ -10,25 +10,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from drafts.controller import PRIOR
-from engine import Engine
+from engine import Batch, Engine
 from kernels import MAX_DECODE_TOKENS
 
 MAX_K = MAX_DECODE_TOKENS - 1  # the verifying pass has one more token per row
 WIDTHS = (1, 2, 4, 8, 16)  # with fixed shapes, k + 1 tokens per row are padded to the next of these
-
-
-@dataclass
-class Batch:
-    """The rows (engine.Row) of a decode step, and its inputs (3,B) as in engine.decode. B may
-    include padding rows."""
-
-    rows: list
-    inputs: Tensor
-
-    @property
-    def random(self) -> bool:
-        """Whether any row samples at random instead of greedily."""
-        return any(row.request.params.temperature > 0 for row in self.rows)
 
 
 @dataclass

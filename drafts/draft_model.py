@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from costs import weight_reads
-from drafts.draft import Batch, Draft, Proposal, full_width_choices
-from engine import Engine, common_prefix_length
+from drafts.draft import Draft, Proposal, full_width_choices
+from engine import Batch, Engine, common_prefix_length
 from formats import QuantizedLinear, Scheme, pack
 from model import Transformer, pad_rows
 from report import synchronize

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from checkpoint import safetensors_header
 from cli import UserError
-from drafts.draft import Batch, Draft, Proposal
+from drafts.draft import Draft, Proposal
 from drafts.draft_model import GROUPSIZE, DraftVocabulary, int8_layer, output_head_rows
-from engine import Engine
+from engine import Batch, Engine
 from formats import pack
 from kernels import has_kernel
 from layers import Embedding

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from costs import reads_of
-from drafts.draft import Batch, Draft, Proposal, full_width_choices
-from engine import Engine
+from drafts.draft import Draft, Proposal, full_width_choices
+from engine import Batch, Engine
 from model import Transformer, layer_position_bytes
 from sampling import Sampling, sample
 

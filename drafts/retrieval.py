@@ -23,8 +23,8 @@ from operator import itemgetter, mul
 import torch
 
 from drafts.controller import Rate
-from drafts.draft import MAX_K, Batch, Draft, Proposal
-from engine import Engine
+from drafts.draft import MAX_K, Draft, Proposal
+from engine import Batch, Engine
 
 MAX_OCCURRENCES = 32  # a search compares at most this many occurrences of the last two tokens
 MAX_MATCH = 16  # tokens that are compared at each occurrence

@@ -421,8 +421,6 @@ class Snapshots:
             for state in self.states:
                 state.restore(snapshot.slot, target, n)
         self._replace(target, shared)
-        if n > 0:
-            self.offer(target, 0)
 
     def offer(self, row: int, unread: int):
         """Take a snapshot of a row at its base, unless there is one not far before it.

@@ -35,7 +35,7 @@ from load import install_kernels, load_model
 from options import DraftOption
 from quantize import quantize_checkpoint
 from sampling import SamplingParams, sample
-from speculative import DraftedTokens, Report, Speculation
+from speculative import ProposalTensors, Report, Speculation
 
 LENGTH = 96
 KINDS = ["the same model", "another model", "a noisy copy", "int4-self", "lookup", "lookup in a text", "medusa"]
@@ -119,7 +119,7 @@ def test_a_draft_with_experts(tmp_path, kind, rows):
     assert results(engine, requests) == plain
     assert 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
     counts = engine.timing.expert_counts
-    assert counts[:, :-1].sum(1).tolist() == [2 * verified_tokens(speculation)] * 2, "two experts for each token"
+    assert counts[:, :-1].sum(1).tolist() == [2 * verified_tokens(engine)] * 2, "two experts for each token"
     assert draft.expert_counts.min() > 0
     [(weights, _)] = [speculation.drafts[0].bytes_read(3, [0] * rows)]
     assert weights == 3 * weight_bytes(draft, rows)
@@ -127,9 +127,9 @@ def test_a_draft_with_experts(tmp_path, kind, rows):
     assert speculation.controller.extra_share(rows, 4) == pytest.approx(share, rel=0.05)  # without embeddings
 
 
-def verified_tokens(speculation) -> int:
+def verified_tokens(engine) -> int:
     """How many tokens the target has read in decode steps: the newest of each row, and the proposed ones."""
-    return speculation.engine.timing.row_steps + speculation.report.proposed
+    return engine.timing.row_steps + engine.decoding.report.proposed
 
 
 @pytest.mark.slow
@@ -338,7 +338,7 @@ def three_tokens(module, how: dict, draw=None) -> torch.Tensor:
             probs.append(p)
         drafted = torch.stack(drafted, 1) if draw is None else draw(inputs, settings)
         lengths = 2 - (rows % 5 == 0).long()  # some rows propose fewer tokens
-        proposal = DraftedTokens(drafted, lengths, torch.stack(probs, 1) if probs else None)
+        proposal = ProposalTensors(drafted, lengths, torch.stack(probs, 1) if probs else None)
         mask(settings, how, rows, place + 1, torch.cat([inputs[0][:, None], proposal.drafted], 1))
         found, n, logprobs, *_ = module.verify(MODEL, inputs, proposal, settings)
         before = torch.cat([inputs[0][:, None], found[:, :-1]], 1)
@@ -398,7 +398,7 @@ def test_only_a_long_prompt_says_what_a_token_takes(tiny_model):
     engine = Engine(tiny_model("llama-mha"), 1, LENGTH, decoding=speculation)
     for n, is_known in ((1, False), (15, False), (1, True)):  # 17 tokens together
         generate(engine, [Request(list(range(90 + n, 90 + 2 * n)), GREEDY, 2)])
-        assert (speculation._token_s() is not None) == is_known
+        assert (speculation.controller.token_s is not None) == is_known
 
 
 def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monkeypatch):

@@ -195,7 +195,7 @@ class EngineStub:
 
     def __init__(self, prefill_s=0.0, prefill_tokens=0, decode_s=0.0, decode_steps=0, chunk=0, decoding=0):
         self.timing = Timing(prefill_s, prefill_tokens, decode_s, 0, decode_steps)
-        self.plan = Plan(chunk={0: chunk} if chunk else {}, decoding=list(range(decoding)))
+        self.plan = Plan([], [], {0: chunk} if chunk else {}, list(range(decoding)))
         self.step_started = None
 
 
@@ -305,7 +305,7 @@ def test_an_engine_says_when_its_step_has_started(tiny_model):
     assert [(plan.chunk, plan.decoding) for _, plan in seen] == [({0: 5}, []), ({}, [0]), ({}, [0])]
     assert engine.plan is None
 
-    engine._plan = lambda: 1 / 0
+    engine.make_plan = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert engine.step_started is None

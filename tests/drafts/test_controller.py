@@ -25,7 +25,8 @@ class Machine:
 
     def __init__(self, token_s: float, draft_s: float = 0.0, prior_s: float | None = None, drafts: int = 1):
         self.token_s, self.draft_s, self.rng = token_s, draft_s, random.Random(2)
-        self.controller = Controller([PRIOR] * drafts, lambda: token_s if prior_s is None else prior_s)
+        self.controller = Controller([PRIOR] * drafts)
+        self.controller.token_s = token_s if prior_s is None else prior_s
         self.spent, self.tokens, self.chosen, self.slow = 0.0, 0, [], 1.0
 
     def step(self, options: list[Candidate], acceptance: float, rows: int = 1):
@@ -83,7 +84,8 @@ def test_a_draft_that_is_expected_to_be_good_is_tried(a, least, seed):
     """A token of it takes half a plain step, which pays if nearly all are accepted. Otherwise few steps are lost."""
     machine, options = Machine(0.08), candidates((1, 3, 7), draft_cost=0.5)
     machine.rng, machine.draft_s = random.Random(seed), 0.5
-    machine.controller = Controller([SelfDraft.prior], lambda: 0.08)
+    machine.controller = Controller([SelfDraft.prior])
+    machine.controller.token_s = 0.08
     for _ in range(300):
         machine.step(options, a)
     assert machine.tokens / machine.spent >= least and any(machine.chosen)
@@ -93,7 +95,7 @@ def test_a_draft_that_is_expected_to_be_good_is_tried(a, least, seed):
 def test_a_good_draft_is_tried_after_a_short_prompt(token_s, least):
     """Which does not say what an extra token takes. If that is long, few steps are lost."""
     machine, options = Machine(token_s, draft_s=0.35), candidates((1, 3, 7), draft_cost=0.35)
-    machine.controller = Controller([SelfDraft.prior], lambda: None)
+    machine.controller = Controller([SelfDraft.prior])
     for _ in range(200):
         machine.step(options, 0.95)
     assert machine.tokens / machine.spent >= least and any(machine.chosen)
@@ -117,7 +119,8 @@ def test_a_wrong_prior_estimate_is_corrected(prior_s, real_s, k):
 
 
 def test_each_number_of_rows_has_its_own_plain_steps():
-    controller = Controller([PRIOR], lambda: 0.1)
+    controller = Controller([PRIOR])
+    controller.token_s = 0.1
     for rows, plain_s in ((1, 1.0), (8, 3.0)):
         for _ in range(2):
             assert controller.choose(rows, found([0.9] * 3)) is None, "the first steps are plain"
@@ -216,7 +219,8 @@ class SparseMachine(Machine):
     def __init__(self, reads: WeightReads, token_s: float | None):
         super().__init__(0.0)
         self.share = share_of(reads)
-        self.controller = Controller([PRIOR], lambda: token_s, self.share)
+        self.controller = Controller([PRIOR], self.share)
+        self.controller.token_s = token_s
 
     def step(self, options, acceptance, rows=1):
         choice = self.controller.choose(rows, options)
@@ -244,7 +248,8 @@ def test_experts_that_are_a_small_part_of_the_weights():
 def test_an_extra_token_takes_at_least_the_share_of_its_experts():
     """Also if prefill was faster; and if it was slower, the time of prefill."""
     for token_s, reads in ((0.01, ALL_EXPERTS), (0.5, FEW_EXPERTS)):
-        controller = Controller([PRIOR], lambda token_s=token_s: token_s, share_of(reads))
+        controller = Controller([PRIOR], share_of(reads))
+        controller.token_s = token_s
         expected = max(token_s, share_of(reads)(2, 3))
         assert controller.extra_s(2, 3, 1.0) == pytest.approx(3 * expected)
         assert (expected == token_s) == (reads is FEW_EXPERTS)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drafts.draft import MAX_K, Batch
+from drafts.draft import MAX_K
 from drafts.retrieval import MAX_MATCH, MAX_OCCURRENCES, Match, RetrievalDraft, RowIndex, TextIndex
 from drafts.retrieval import find_match as find
 
@@ -131,7 +131,7 @@ def make_draft(texts=(), length=10_000, n_token=None) -> RetrievalDraft:
 
 def propose(draft: RetrievalDraft, rows: list[int], k: int):
     """The proposed tokens and their probabilities, as lists for each row."""
-    proposal = draft.propose(Batch([SimpleNamespace(index=i) for i in rows], None), k)
+    proposal = draft.propose(SimpleNamespace(rows=[SimpleNamespace(index=i) for i in rows]), k)
     if proposal is None:
         return [([], [])] * len(rows)
     assert proposal.k == max(map(len, proposal.tokens)) <= k

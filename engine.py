@@ -186,15 +186,10 @@ class Row:
     snapshot_end: int = 0
 
     def admit(self, admission: "Admission") -> "Row":
-        """This row, when a request has got it."""
+        """This row, when it has the request of an admission."""
         request = admission.request
-        return replace(
-            self,
-            tokens=request.prompt[: admission.reused],
-            request=request,
-            waited=0,
-            snapshot_end=admission.snapshot_end,
-        )
+        reused = request.prompt[: admission.reused]
+        return replace(self, tokens=reused, request=request, waited=0, snapshot_end=admission.snapshot_end)
 
     @property
     def is_reading(self) -> bool:
@@ -423,7 +418,7 @@ class Engine:
     @torch.no_grad()  # not inference_mode, which breaks compiled graphs
     def step(self) -> list[Request]:
         """Do one step, and return the requests that have ended since the last step."""
-        with self._timed():
+        with self._watched():
             plan = self.make_plan()
             self.ranks.share(plan.for_other_ranks)
             self.run(plan)
@@ -447,7 +442,7 @@ class Engine:
     def follow(self):
         """Do what rank 0 does, until it closes its engine."""
         while (plan := self.ranks.share()) is not None:
-            with self._timed():
+            with self._watched():
                 self.run(plan)
             self.finished = []  # rank 0 returns them
 
@@ -457,7 +452,7 @@ class Engine:
             self.ranks.share(lambda: None)
 
     @contextmanager
-    def _timed(self):
+    def _watched(self):
         """A context that runs a step, so that watchdog.py sees when it has started."""
         self.step_started = time.perf_counter()
         try:
@@ -469,7 +464,8 @@ class Engine:
     # ------------------------------------------------------------ deciding
 
     def make_plan(self) -> Plan:
-        """Decide what the next step does. Takes requests out of the queue, and changes no row."""
+        """Decide what the next step does. Ends waiting requests that were cancelled, and otherwise
+        changes nothing."""
         for request in self.cancelled:
             if request in self.waiting:
                 self.waiting.remove(request)
@@ -477,13 +473,14 @@ class Engine:
         ended = self.released + [row.index for row in self.rows if row.request in self.cancelled]
         self.cancelled = []
 
-        # The rows as the plan will change them
+        # The rows as they will be, and the rows whose caches hold their tokens until the plan is run
         rows = [replace(row, request=None) if row.index in ended else row for row in self.rows]
-        # The row that now holds the tokens of each of them. Until the plan is run, nothing is copied.
         holders = list(range(len(rows)))
         admitted = []
-        while self.waiting and any(row.request is None for row in rows):
-            admission = self._choose_row(self.waiting.popleft(), rows, holders)
+        for request in self.waiting:
+            if all(row.request for row in rows):
+                break
+            admission = self._choose_row(request, rows, holders)
             rows[admission.row] = rows[admission.row].admit(admission)
             holders[admission.row] = holders[admission.source]
             admitted.append(admission)
@@ -493,7 +490,8 @@ class Engine:
         return Plan(ended, admitted, chunk, decoding)
 
     def _choose_row(self, request: Request, rows: list[Row], holders: list[int]) -> Admission:
-        """Choose a free row for a request, and the row with the longest prefix of its prompt."""
+        """Choose a free row for a request, and the row with the longest prefix of its prompt. rows,
+        holders: as in `make_plan`."""
         # The last token is always read, because its logits are needed. With prompt_logprobs, all
         # tokens are read.
         wanted = request.prompt[:-1] if request.prompt_logprobs is None else []
@@ -565,9 +563,9 @@ class Engine:
 
         for admission in plan.admitted:
             self._admit(admission)
+        # A new snapshot may replace an old one, which another request of the plan may have reused.
         for admission in plan.admitted:
             if admission.reused:
-                # After all of them were admitted: a new snapshot may replace one that another reuses.
                 self.model.offer_snapshot(admission.row, 0)
 
         if plan.chunk:
@@ -581,6 +579,8 @@ class Engine:
     def _admit(self, admission: Admission):
         """Give a row to a request."""
         request = admission.request
+        if self.waiting:  # this is rank 0, which has the queue
+            self.waiting.popleft()
         self.model.reuse(admission.source, admission.row, admission.reused)
         # Cutting the list of tokens is all that reuse takes in a row itself. The cache still holds older
         # keys and values from there on, but a token attends only to positions up to its own, and by then

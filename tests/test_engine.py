@@ -17,7 +17,7 @@ import engine as engine_module
 from cli import UserError
 from compile import compile_counts, compile_per_shape, compiled_steps, warm_up
 from drafts.retrieval import RetrievalDraft
-from engine import Engine, EngineOptions, Request, StepFunctions, generate
+from engine import Batch, Engine, EngineOptions, PlainDecoding, Request, StepFunctions, generate
 from formats import Quantization
 from kernels import has_kernel
 from load import load_model
@@ -576,3 +576,95 @@ def test_a_full_row_ends_a_request(models):
     request = Request(random_prompts([20])[0], GREEDY, 100)
     generate(Engine(models(), 1, 24), [request])
     assert (request.finish_reason, len(request.new_tokens)) == ("length", 5), "the last token is not read"
+
+
+def test_a_plan_is_made_without_changing_anything(models):
+    """Rows, queue and cache stay as they are: making it once more gives the same plan."""
+    model = models("qwen35-wide")
+    engine = Engine(model, 3, LENGTH)
+    prompts = random_prompts([20, 30, 40, 25])
+    for request in [Request(prompt, GREEDY, 30) for prompt in prompts[:2]]:
+        engine.add(request)
+    engine.step()
+    engine.cancel(engine.rows[0].request)
+    for prompt in prompts[2:]:
+        engine.add(Request(prompts[0][:9] + prompt, GREEDY, 5))
+    waiting = list(engine.waiting)
+
+    def state():
+        return copy.deepcopy([vars(row) for row in engine.rows]), held_state(model)
+
+    before, tensors = state()
+    plan = engine.make_plan()
+    assert (plan.ended, [admission.request for admission in plan.admitted], plan.decoding) == ([0], waiting, [1])
+    after, others = state()
+    assert repr(before) == repr(after) and list(engine.waiting) == waiting
+    assert all(torch.equal(one, other) for one, other in zip(tensors, others))
+    engine.cancel(engine.rows[0].request)
+    assert engine.make_plan() == plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.decoding = []
+
+
+def held_state(model) -> list[torch.Tensor]:
+    return [tensor.clone() for state in model.states for tensor in state.buffers()]
+
+
+def test_requests_that_join_together_reuse_each_other_s_prefix(models):
+    """The plan takes into account which rows the requests before in the queue will get."""
+    model = models()
+    engine = Engine(model, 3, LENGTH)
+    prompt, *ends = random_prompts([30, 5, 6, 7])
+    generate(engine, [Request(prompt, GREEDY, 1)])
+    requests = [Request(prompt[:n] + end, GREEDY, 5) for n, end in zip((20, 30, 30), ends)]
+    generate(engine, requests)
+    assert [request.cached_tokens for request in requests] == [20, 20, 20], "the first one continues in the row"
+    assert [request.new_tokens for request in requests] == [tokens_of(model, request) for request in requests]
+
+
+def test_requests_that_join_together_keep_each_other_s_snapshots(models):
+    """The new snapshot of the first one's turn would replace the snapshot that the second one reuses."""
+    model = models("qwen35-wide")
+    model.setup_caches(1, 8)
+    size = sum(state.snapshot_bytes(model.dtype) for state in model.snapshots.states)
+    engine = Engine(model, 2, LENGTH, options=EngineOptions(snapshot_bytes=2 * size))
+    earlier = [Request(prompt, GREEDY, 25) for prompt in random_prompts([40, 60])]
+    generate(engine, earlier)
+    turn = Request(earlier[0].prompt + earlier[0].new_tokens, GREEDY, 3)
+    other = Request(earlier[1].prompt[:55] + [5, 6, 7], GREEDY, 3)
+    generate(engine, [turn, other])
+    assert (turn.cached_tokens, other.cached_tokens) == (64, 44)
+    assert [one.new_tokens for one in (turn, other)] == [tokens_of(model, one) for one in (turn, other)]
+
+
+def test_a_prefix_is_copied_again_from_a_row_that_has_just_got_it(models):
+    """Its first row is overwritten in between, so its snapshots, which were copied as well, are needed in another."""
+    engine = Engine(models("qwen35-wide"), 3, 150)
+    first, rest, old, late, new, end, other_end = random_prompts([60, 50, 90, 80, 20, 3, 4])
+    conversation = Request(first, GREEDY, 3)
+    generate(engine, [Request(old, GREEDY, 1)])
+    generate(engine, [conversation])
+    generate(engine, [Request(first + conversation.new_tokens + rest, GREEDY, 3)])
+    generate(engine, [Request(late, GREEDY, 1)])
+    requests = [Request(prompt, GREEDY, 3) for prompt in (first[:50] + end, new, first[:50] + other_end)]
+    for request in requests:
+        engine.add(request)
+    plan = engine.make_plan()
+    assert [(one.row, one.source, one.reused) for one in plan.admitted] == [(0, 1, 44), (1, 1, 0), (2, 0, 44)]
+    generate(engine, [])
+    assert [request.new_tokens for request in requests] == [tokens_of(models("qwen35-wide"), one) for one in requests]
+
+
+def test_a_step_of_plain_decoding_needs_its_batch_alone(models):
+    model = models()
+    engine = Engine(model, 2, LENGTH)
+    requests = [Request(prompt, GREEDY, 3) for prompt in random_prompts([7, 9])]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    columns = [(row.request.new_tokens[-1], len(row.tokens), row.index) for row in engine.rows]
+    inputs = torch.tensor(list(zip(*columns)))
+    batch = Batch(engine.rows, inputs, model, engine.sampling, StepFunctions(), engine.threads, engine.timing)
+    with torch.no_grad():
+        [*new] = PlainDecoding().step(batch).new_tokens
+    assert new == [tokens_of(model, request)[1:2] for request in requests]

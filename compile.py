@@ -1,8 +1,8 @@
 """What concerns torch.compile: compiled steps, compiling them while a server runs, and warming up.
 
-Read down: `compiled_steps`, which the engine runs in the place of its own; the guards of their
-graphs; `warm_up`, which compiles them before a measurement. Without --compile and
---compile_prefill, the compiled steps are the plain ones, and nothing is warmed up.
+Read down: `compiled_steps`, which the engine runs instead of its own; the guards of their graphs;
+`warm_up`, which compiles them before a measurement. Without --compile and --compile_prefill, the
+compiled steps are the plain ones, and nothing is warmed up.
 """
 
 import re
@@ -67,8 +67,8 @@ def compile_per_shape(function: Callable) -> Callable:
 
 
 def shapes_of(arguments: tuple) -> Iterator:
-    """The shapes of all tensors in the arguments, those in tuples included, and the values of
-    integers. Any other argument counts as None."""
+    """The shapes of all tensors in the arguments, also in tuples, and the values of integers. Any
+    other argument counts as None."""
     for x in arguments:
         if isinstance(x, tuple):
             yield from shapes_of(x)
@@ -79,13 +79,13 @@ def shapes_of(arguments: tuple) -> Iterator:
 
 
 def drop_global_state_guards(guards) -> list[bool]:
-    """Which guards of a graph are kept: all but that on torch's global state. This state includes
-    the number of threads, which changes from step to step."""
+    """Which guards of a graph are kept: all except the guard on torch's global state. This state
+    includes the number of threads, which changes from step to step."""
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 def drop_module_guards(modules: set[str], guards) -> list[bool]:
-    """Which guards of a graph are kept: those of `drop_global_state_guards`, except for guards on
+    """Which guards of a graph are kept: what `drop_global_state_guards` keeps, except for guards on
     the function's parameters `modules` and what they contain. The names of guards look like
     `model.blocks` or `L['model'].blocks`."""
     roots = [re.match(r"(?:L\[')?(\w*)", guard.name)[1] for guard in guards]

@@ -241,8 +241,7 @@ class Batch:
     """The rows that a step decodes, and what the step needs of the engine."""
 
     rows: list[Row]
-    # (3,B) as in `decode`: the newest token, its position, the cache row. Columns of padding may
-    # follow those of the rows.
+    # (3,B) as in `decode`: the newest token of each row, its position, the cache row. Padding may follow.
     inputs: Tensor
     model: Transformer
     sampling: Sampling

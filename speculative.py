@@ -19,17 +19,17 @@ because the first term is min(p_draft, p_target)(x), and P(rejected) equals the 
 residual is normalized. For a deterministic draft (retrieval, heads, or a greedy draft model),
 p_draft is 1 at its token. Then the rule is: sample from the target model, with the same noise as
 plain decoding, and accept the proposed token if it is the sampled one. So with a deterministic
-draft even the tokens themselves, not only their distribution, are those of plain decoding.
+draft even the tokens themselves, not only their distribution, are the same as in plain decoding.
 
 What becomes of rejected tokens. The target's pass writes the keys and values of all proposed tokens
-into the cache. Those of rejected tokens stay there, and nothing is rolled back: a token never
-attends to positions beyond its own, and the next passes go on at the position of the first rejected
-token, so they overwrite each of these positions before a token can see it.
+into the cache. The keys and values of rejected tokens stay there, and nothing is rolled back: a
+token never attends to positions beyond its own, and the next passes go on at the position of the
+first rejected token, so they overwrite each of these positions before a token can see it.
 
 What it gains. If each proposed token is accepted with probability a, a step yields
 1 + a + ... + a^k = (1 - a^(k+1)) / (1 - a) tokens. It takes k c + v times as long as a plain step,
-where c is the time of drafting one token, and v that of the target's pass over k + 1 tokens, both
-relative to a plain step. The controller estimates a, c and v while it runs.
+where c is the time of drafting one token, and v the time of the target's pass over k + 1 tokens,
+both relative to a plain step. The controller estimates a, c and v while it runs.
 """
 
 import time
@@ -71,16 +71,16 @@ def verify(model, inputs: Tensor, proposal: ProposalTensors, sampling: Sampling,
     """Run the target model over the last token and the drafted tokens of each row, and decide which
     drafted tokens to accept.
 
-    inputs (3,B) int64 are those of engine.decode. With k = 0 drafted tokens this is a plain decode
-    step. If `padded`, the model runs over all (B,k+1) tokens, as fixed shapes require. Otherwise it
-    runs over the real tokens only, and the draft must be deterministic.
+    inputs (3,B) int64: as in engine.decode. With k = 0 drafted tokens this is a plain decode step.
+    If `padded`, the model runs over all (B,k+1) tokens, as fixed shapes require. Otherwise it runs
+    over the real tokens only, and the draft must be deterministic.
 
     Returns
       tokens (B,k+1): the first `count` of each row are its new tokens, the accepted tokens and one
         that was sampled from the target model;
       count (B,);
       the log-probabilities (B,k+1) of the tokens;
-      for each row the logits (k+1,V), or if not `padded` those of its real tokens only;
+      for each row the logits (k+1,V), or if not `padded` the logits of its real tokens only;
       the hidden states (B,D) that the last new tokens were sampled from.
     """
     drafted, lengths, p_draft = proposal
@@ -172,7 +172,7 @@ def accept(p_target: Tensor, proposal: ProposalTensors, position: Tensor, seed: 
     target = p_target[row, accepted]
     draft = p_draft[row, accepted]
     residual = (target - draft).clamp(min=0)
-    # A residual that is 0 everywhere means that both are equal but for rounding
+    # A residual that is 0 everywhere means that both are equal, apart from rounding
     residual = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)
 
     ids = torch.arange(target.shape[1], device=drafted.device)
@@ -202,7 +202,7 @@ class Report:
     plain_steps: int = 0
     proposed: int = 0  # proposed tokens
     draft_s: float = 0.0  # the time of proposing
-    target_s: float = 0.0  # the time of the target model's passes, those of plain steps included
+    target_s: float = 0.0  # the time of the target model's passes, also in plain steps
     # The numbers of accepted and of verified tokens, by their place in the proposal. The accepted
     # tokens of a row and the first rejected one are verified, the tokens after it are not.
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_K)
@@ -284,10 +284,8 @@ class Speculation(PlainDecoding):
         self.controller = Controller([draft.prior for draft in drafts], self._extra_share)
         self.report = Report()
         self.draft_counts = self.report.drafts
-        for i, draft in enumerate(drafts):
-            if draft.name in self.report.drafts:  # a draft model's directory may be called medusa
-                draft.name = f"{draft.name} ({i + 1})"
-            self.report.count(draft.name)  # so that drafts that never propose are reported, too
+        for draft in drafts:  # so that drafts that never propose are reported, too
+            self.report.count(draft.name)
 
     def begin(self, engine: Engine):
         self.verify = engine.steps.compile(verify)
@@ -347,16 +345,15 @@ class Speculation(PlainDecoding):
             return next((drafted for drafted in asked if drafted.proposal is not None), DraftResult())
 
         rows = len(batch.rows)
-        # One row is searched in less time than could_gain takes. Ranks need the same candidates,
-        # but each has measured other times, so they always search.
-        always = rows == 1 or batch.model.shard.ranks > 1
-        is_worthwhile = always or (self.pause == 0 and self.controller.could_gain(rows, self.k))
+        # One row is searched in little time. Ranks need the same candidates, but each has measured
+        # other times and so has other pauses: they always search.
+        is_searching = self.pause == 0 or rows == 1 or batch.model.shard.ranks > 1
         found = {}  # index of a free draft -> its proposal
         candidates = []
         for i, draft in enumerate(self.drafts):
             if not draft.is_free:
                 candidates += self._candidates(i, batch)
-            elif is_worthwhile:
+            elif is_searching:
                 found[i] = self._ask(batch, Candidate(i, self.k, 0)).proposal
                 candidates += self._free_candidates(i, batch, found[i])
 

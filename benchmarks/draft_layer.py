@@ -24,7 +24,7 @@ from random_qwen35 import CYCLE, STEP
 
 from cli import run_command
 from drafts.draft import MAX_K
-from drafts.mtp import CHOICES, DraftHead, MtpDraft
+from drafts.mtp import CHOICES, MtpDraft, ReducedHead
 from engine import Engine, Request, generate
 from layers import Linear
 from load import load_model, open_checkpoint
@@ -45,7 +45,7 @@ def set_noise(model: Transformer, noise: torch.Tensor, size: float):
 
 def agreement(model: Transformer) -> float:
     """How often the layer drafts the token that follows in the cycle."""
-    head = DraftHead(model)
+    head = ReducedHead(model)
     agreeing = 0
     cycle = (3 + STEP * torch.arange(PROBES)) % CYCLE
     for tokens in cycle.split(8):  # batches as in decoding, which run the same operations

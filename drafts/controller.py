@@ -81,8 +81,7 @@ class Rate:
         self.expected = DECAY * self.expected + expected
 
     def fade(self):
-        """Move both counts a little towards those of the prior estimate, so that old tokens are
-        forgotten."""
+        """Move both counts a little towards the prior estimate, so that old tokens are forgotten."""
         self.accepted += (self.prior * self.weight - self.accepted) / MEMORY
         self.expected += (self.weight - self.expected) / MEMORY
 
@@ -98,8 +97,8 @@ class Candidate(NamedTuple):
     tokens: int
     # How many of the proposed tokens will probably be accepted; None: the draft's rate estimates it
     accepted: float | None = None
-    # The time of proposing relative to that of a plain step, by the bytes that both read: k times
-    # the c of arXiv:2211.17192
+    # The time of proposing relative to a plain step, by the bytes that both read: k times the c of
+    # arXiv:2211.17192
     draft_cost: float = 0.0
 
 
@@ -151,16 +150,6 @@ class Controller:
                 best = rate
                 choice = candidate
         return choice
-
-    def could_gain(self, rows: int, k: int) -> bool:
-        """Whether a proposal of up to k tokens per row would pay off if all of them were accepted.
-        If not, a draft need not look for any."""
-        most = rows * k
-        # The estimated time of an extra token grows only at FEW_TOKENS and at powers of two. So the
-        # best number of tokens is the last one before such a change, or the largest.
-        sizes = {most, min(most, max(1, FEW_TOKENS - rows))}
-        sizes |= {2**i - 1 for i in range(1, most.bit_length())}
-        return self.choose(rows, [Candidate(0, n, n, n) for n in sizes]) is not None
 
     def new_tokens(self, rows: int, candidate: Candidate) -> float:
         """The expected number of new tokens of a step with this candidate."""

@@ -1,8 +1,8 @@
 """A draft model proposes tokens: a small model with the target's tokens, or the target in few bits.
 
-Read down: DraftVocabulary, with which a draft computes the logits of few tokens only; Drafter,
-which draws tokens with a model; the two drafts of this kind, SelfDraft with the target's KV caches
-and ModelDraft with its own; next_token, one step of a drafter. Knows nothing of text.
+Read down: DraftVocabulary, with which a draft computes the logits of few tokens only;
+AutoregressiveDraft, which draws tokens with a model; the two drafts of this kind, SelfDraft with the
+target's KV caches and ModelDraft with its own; next_token, one of their steps. Knows nothing of text.
 """
 
 import time
@@ -85,11 +85,7 @@ def output_head_rows(model: Transformer, ids: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the drafts
 
 
-def state_bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in module.state_dict().values())
-
-
-class Drafter(Draft):
+class AutoregressiveDraft(Draft):
     """A draft that draws one token after another with a model that has the target's vocabulary."""
 
     def __init__(self, model: Transformer, vocabulary: DraftVocabulary | None = None):
@@ -98,23 +94,27 @@ class Drafter(Draft):
         self.reads = weight_reads(model)
         if vocabulary is not None:  # it is read instead of the output head
             head = model.embedding if model.output is None else model.output
-            dense = self.reads.dense + state_bytes(vocabulary) - state_bytes(head)
-            self.reads = self.reads._replace(dense=dense)
+            more = sum(tensor.nbytes for tensor in vocabulary.state_dict().values())
+            less = sum(tensor.nbytes for tensor in head.state_dict().values())
+            self.reads = self.reads._replace(dense=self.reads.dense + more - less)
 
     def begin(self, engine: Engine):
         super().begin(engine)
         self.next_token = engine.steps.compile(next_token)
 
-    def draw(self, batch: Batch, inputs: tuple, lengths: Tensor, k: int) -> Proposal:
-        """Draw k tokens for each batch row, and propose the first `lengths` (B,) of them.
+    def draw(self, batch: Batch, inputs: tuple, k: int) -> Proposal:
+        """Draw k tokens for each batch row, and propose as many as fit into the cache row.
 
-        inputs: the tokens (B,S) to begin with, their positions (B,S) and their cache rows (B,).
+        inputs: the tokens (B,S) to begin with, their positions (B,S) and their cache rows (B,). For a
+        row of padding, nothing is proposed.
         """
         target = self.engine.model
         V = target.config.n_token or target.config.vocab_size
         random = batch.random
         tokens, input_pos, rows = inputs
         position = input_pos[:, -1]
+        room = self.engine.length - 1 - position  # in the cache row, beyond the newest token
+        lengths = torch.where(position >= 0, room.clamp(max=k), 0)
 
         drafted = []
         probs = []
@@ -140,7 +140,7 @@ class Drafter(Draft):
         return k * self.reads.total(len(positions)), k * self.model.kv_bytes(positions)
 
 
-class SelfDraft(Drafter):
+class SelfDraft(AutoregressiveDraft):
     """The target model itself, in fewer bits. It uses the target's KV caches, so it need not read
     prompts. The keys and values that it writes are overwritten by the verifying pass."""
 
@@ -154,12 +154,10 @@ class SelfDraft(Drafter):
     def propose(self, batch: Batch, k: int) -> Proposal:
         """Propose up to k tokens for each row, one pass of the draft for each token."""
         token, position, rows = batch.inputs.unbind(0)
-        room = self.engine.length - 1 - position  # in the cache row, beyond the newest token
-        lengths = torch.where(position >= 0, room.clamp(max=k), 0)
-        return self.draw(batch, (token[:, None], position[:, None], rows), lengths, k)
+        return self.draw(batch, (token[:, None], position[:, None], rows), k)
 
 
-class ModelDraft(Drafter):
+class ModelDraft(AutoregressiveDraft):
     """A smaller model with the target's vocabulary. It has its own KV caches, so it has to read the
     prompts, too."""
 
@@ -180,7 +178,7 @@ class ModelDraft(Drafter):
         # The draft's row may hold the beginning of the prompt from the request before. It is reused
         # as far as the engine has reused it: after Engine.clear, both models read the whole prompt,
         # so that a measurement includes that. A prefix that the engine has copied from another row
-        # is not copied in the draft's cache: what this row lacks, catch_up reads again.
+        # is not copied in the draft's cache: catch_up reads the missing tokens again.
         n = common_prefix_length(self.cached[row], tokens[:cached])
         self.cached[row] = tokens[:n]
 
@@ -239,9 +237,7 @@ class ModelDraft(Drafter):
         tokens = tokens.clamp(max=self.model.config.vocab_size - 1)
         input_pos = torch.stack([position - 1, position], 1)
         input_pos = torch.where(is_ready[:, None], input_pos, -1)
-        room = self.engine.length - 1 - position  # in the cache row, beyond the newest token
-        lengths = torch.where(is_ready, room.clamp(max=k), 0)
-        proposal = self.draw(batch, (tokens, input_pos, rows), lengths, k)
+        proposal = self.draw(batch, (tokens, input_pos, rows), k)
 
         for row, drafted in zip(batch.rows, proposal.tokens):
             if drafted:

@@ -18,7 +18,7 @@ the vocabulary (see training/medusa.py).
 The proposal is a chain, not a tree. For a row with a temperature, the draft samples with the same
 noise as the target. From similar distributions, the same noise mostly picks the same token, and the
 target accepts a token if it samples the same one. So the draft counts as deterministic, and the
-tokens are always those of plain decoding.
+tokens are always the same as in plain decoding.
 
 Read down: MedusaHeads; their file; MedusaDraft, the draft for speculative.Speculation.
 """
@@ -106,7 +106,7 @@ class MedusaHeads(nn.Module):
 
 def fingerprint(model: Transformer) -> str:
     """A hash of the model's sizes and norms, which is the same for all its formats: norms are never
-    quantized. (Those of the layer that drafts tokens do not count: it may be left out.)
+    quantized. (The norms of an MTP layer do not count: it may be left out.)
 
     The norms are compared in bfloat16. (A model in float16 that was stored in float32 may have
     another hash.)
@@ -280,7 +280,7 @@ class MedusaDraft(Draft):
         return k * self.weight_bytes, 0.0
 
 
-def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampling: Sampling | None, k: int):
+def draw_tokens(model, heads: MedusaHeads, hidden: Tensor, inputs: Tensor, sampling: Sampling | None, k: int):
     """Draw k tokens (B,k) after the newest token of each row; without `sampling`, the likeliest.
 
     hidden (B,D): the states that the newest tokens were sampled from; inputs (3,B) as in
@@ -290,12 +290,12 @@ def draw_tokens(model, draft: MedusaHeads, hidden: Tensor, inputs: Tensor, sampl
     state = hidden
     drafted = []
     for i in range(k):
-        state = draft(state, model.embed(token[:, None])[:, 0])
+        state = heads(state, model.embed(token[:, None])[:, 0])
         if sampling is not None:
-            logits = draft.vocabulary.logits(state, sampling.counts.shape[1])  # (B,V)
+            logits = heads.vocabulary.logits(state, sampling.counts.shape[1])  # (B,V)
             ids, _ = sample(logits[:, None], rows, position + 1 + i, None, sampling)  # (B,1)
             token = ids[:, 0].clamp(min=0)
         else:
-            token = draft.vocabulary.likeliest(state)
+            token = heads.vocabulary.likeliest(state)
         drafted.append(token)
     return torch.stack(drafted, 1)

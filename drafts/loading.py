@@ -34,7 +34,7 @@ class Drafts:
         self.texts = loader.ranks.share(lambda: [read_lookup_text(file, target) for file in files])
         if "medusa" in self.options.draft_kinds:
             describe_heads(self.options.heads_path)
-        self.checkpoint = None  # that of --draft_checkpoint_path
+        self.checkpoint = None  # of --draft_checkpoint_path
         if self.options.draft_checkpoint_path is not None:
             self.checkpoint = loader.open(self.options.draft_checkpoint_path)
             self.check_draft_model()
@@ -47,13 +47,15 @@ class Drafts:
         draft = self.checkpoint
         target = self.target
         if "int4-self" in self.options.draft_kinds and draft.config != target.config:
-            differs = f"{draft.path} is another model than {target.path}"
-            raise UserError(f"--draft int4-self: {differs}; leave out --draft int4-self")
+            raise UserError(
+                f"--draft int4-self: {draft.path} is another model than {target.path}; leave out --draft int4-self"
+            )
         if difference := draft.tokenizer.difference(target.tokenizer):
             raise UserError(f"{draft.path} cannot propose tokens for {target.path}: {difference}")
-        sizes = (draft.config.vocab_size, target.config.vocab_size)
-        if target.tokenizer.vocabulary is None and sizes[0] != sizes[1]:
-            raise UserError(f"{draft.path} has {sizes[0]} tokens, but {target.path} has {sizes[1]}, and no tokenizer")
+        few = draft.config.vocab_size
+        many = target.config.vocab_size
+        if target.tokenizer.vocabulary is None and few != many:
+            raise UserError(f"{draft.path} has {few} tokens, but {target.path} has {many}, and no tokenizer")
 
     def check_bits(self):
         """UserError if the target runs in 4 bits already."""
@@ -72,11 +74,10 @@ class Drafts:
         if draft is None and "int4-self" in self.options.draft_kinds:
             draft = self.target
         if draft is not None and draft.config.recurrent is not None:
-            what = "a model with recurrent states cannot be the draft"
-            others = "--draft prompt-lookup works"
-            if self.target.config.mtp:
-                others = "--draft prompt-lookup and --draft mtp work"
-            raise UserError(f"{draft.path}: {what}; {others} with {self.target.path}")
+            raise UserError(
+                f"{draft.path}: a model with recurrent states cannot be the draft; --draft prompt-lookup works with "
+                f"{self.target.path}, and --draft mtp does if it has an MTP layer"
+            )
 
     def load(self, model: Transformer) -> list[Draft]:
         """The drafts for the model of the target, the cheapest first."""

@@ -1,14 +1,14 @@
-"""The model's own layer for drafting (mixers/mtp.py) proposes tokens.
+"""The model's MTP layer (mixers/mtp.py) proposes tokens.
 
 The proposal is a chain: each token is drafted from the layer's output for the one before it. As with
 Medusa heads, a row with a temperature samples its drafts with the target's noise, so that the draft
-is deterministic, and the tokens are always those of plain decoding.
+is deterministic, and the tokens are always the same as in plain decoding.
 
 The output head takes a large part of a draft's time, as it has a row for each of up to 250,000
 tokens. So the draft takes only its first rows. A byte-pair vocabulary is in the order of its merges,
 and so its first tokens are the most frequent ones (see docs/speculation.md).
 
-Read down: MtpDraft, the draft for speculative.Speculation; DraftHead; draw_tokens. Knows nothing of
+Read down: MtpDraft, the draft for speculative.Speculation; ReducedHead; draw_tokens. Knows nothing of
 text.
 """
 
@@ -22,7 +22,7 @@ from engine import Batch, Engine
 from model import Transformer, layer_position_bytes
 from sampling import Sampling, sample
 
-DRAFT_TOKENS = 32768  # tokens from this id on are never proposed
+HEAD_ROWS = 32768  # tokens from this id on are never proposed
 CHOICES = (1, 2, 3, 4, 6)  # numbers of tokens to choose from, if shapes are not fixed
 
 
@@ -34,7 +34,7 @@ class MtpDraft(Draft):
     max_k = CHOICES[-1]
 
     def __init__(self, model: Transformer):
-        self.head = DraftHead(model)
+        self.head = ReducedHead(model)
         layers = [model.mtp.proj, model.mtp.block, self.head.layer]
         self.reads = reads_of(layers, model.mtp.block.mlp.sparse)
 
@@ -61,13 +61,13 @@ class MtpDraft(Draft):
         return k * self.reads.total(len(positions)), k * kv
 
 
-class DraftHead(nn.Module):
+class ReducedHead(nn.Module):
     """The target's output head for its first tokens."""
 
     def __init__(self, model: Transformer):
         super().__init__()
         whole = model.embedding if model.output is None else model.output
-        self.n = min(DRAFT_TOKENS, model.config.n_token or model.config.vocab_size)
+        self.n = min(HEAD_ROWS, model.config.n_token or model.config.vocab_size)
         part = None
         if model.shard.ranks == 1 and (self.n % 16 == 0 or self.n == whole.out_features):
             part = whole.first_rows(self.n)
@@ -81,7 +81,7 @@ class DraftHead(nn.Module):
         return self.layer(x) * model.config.logits_scale
 
 
-def draw_tokens(model, head: DraftHead, inputs: Tensor, sampling: Sampling | None, k: int):
+def draw_tokens(model, head: ReducedHead, inputs: Tensor, sampling: Sampling | None, k: int):
     """Draw k tokens (B,k) after the newest token of each row; without `sampling`, the likeliest.
 
     inputs (3,B) as in engine.decode.

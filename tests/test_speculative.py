@@ -422,9 +422,7 @@ def test_reading_a_prompt_is_measured_apart_from_drafting(tiny, tiny_model, monk
     assert all(seconds < 1000 for seconds in engine.threads.kinds["draft draft model 2"].average_s.values())
 
 
-def test_the_report_counts_places_and_tells_drafts_of_one_name_apart():
-    speculation = Speculation([RetrievalDraft(), RetrievalDraft()])
-    assert list(speculation.report.drafts) == ["prompt-lookup", "prompt-lookup (2)"]
+def test_the_report_counts_places():
     report = Report()
     report.add("a", [2, 0, 1], [3, 3, 1])
     report.add("b", [0, 2], [0, 2])  # nothing was proposed for the first row

@@ -1,6 +1,5 @@
 """The controller chooses what gives the most tokens per second, and tries nothing that cannot pay."""
 
-import itertools
 import random
 
 import pytest
@@ -179,24 +178,6 @@ def test_measurements_are_forgotten():
     for _ in range(3_000):
         rate.fade()
     assert rate.value == pytest.approx(0.5, abs=0.001)
-
-
-@pytest.mark.parametrize("rows", range(1, 10))
-def test_nothing_is_searched_for_if_no_proposal_could_gain(rows):
-    for percent, k in itertools.product((*range(2, 100), 2000), (1, 2, 3, 5, 6, 15)):
-        machine = Machine(percent / 100)
-        assert not machine.controller.could_gain(rows, k), "plain steps are measured first"
-        for _ in range(3):
-            machine.step([], 0.0, rows)
-        proposals = [Candidate(0, n, n, n) for n in range(1, rows * k + 1)]
-        best = machine.controller.choose(rows, proposals)
-        assert machine.controller.could_gain(rows, k) == (best is not None)
-        rng = random.Random(k)
-        for bits in rng.sample(range(1, 8), 3):  # the numbers of tokens with as many bits were measured
-            seconds = percent / 100 * rng.choice((0.5, 1.5))
-            machine.controller.extra_token_s[rows.bit_length(), bits].add(machine.controller.steps, seconds)
-        best = machine.controller.choose(rows, proposals)
-        assert machine.controller.could_gain(rows, k) == (best is not None)
 
 
 def share_of(reads: WeightReads):

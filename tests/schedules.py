@@ -38,15 +38,18 @@ def run_randomly(engine: Engine, requests: list[Request], seed: int, cancel: flo
     """Add the requests at random steps, and cancel some."""
     chance = random.Random(seed)
     waiting = list(requests)
-    finished = []
+    finished, cancelled = [], set()
     while waiting or engine.has_requests:
         while waiting and chance.random() < 0.35:
             engine.add(waiting.pop(0))
         running = [row.request for row in engine.rows if row.request]
         if chance.random() < cancel and running:
-            engine.cancel(chance.choice(running))
+            request = chance.choice(running)
+            cancelled.add(request)
+            engine.cancel(request)
         finished += engine.step()
     assert sorted(map(id, finished)) == sorted(map(id, requests)), "each request ends once"
+    assert {request for request in requests if request.finish_reason == "cancelled"} <= cancelled
 
 
 class NoMultiplesOfThree:

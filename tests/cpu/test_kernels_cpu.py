@@ -632,7 +632,7 @@ def test_other_instruction_sets(tmp_path, python, name):
     """The tests of this file, of experts and of sampling once more, in a process with other kernels."""
     save_file(products_of_integers() | samples(), tmp_path / "expected.safetensors")
     options = ["-x", "-p", "no:cacheprovider", "--kernels", name, "-m", "quick", "-k", "not opcheck and not reference"]
-    files = [__file__, *(str(ROOT / "tests" / f"test_{name}.py") for name in ("experts", "sampling"))]
+    files = [__file__, *(str(ROOT / "tests" / name) for name in ("mixers/test_experts.py", "test_sampling.py"))]
     command = [*python, "-m", "pytest", *options, *files]
     environment = os.environ | {"EXPECTED_BITS": str(tmp_path / "expected.safetensors")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

@@ -55,8 +55,9 @@ import sampling
 from backend import FUSED_FIELDS, Backend, Installer, uses_only
 from cli import print_status
 from config import Config
+from edits import unusable_operations
 from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repeat_groups
-from kernels import DELTA_WINDOW, LIBRARY, MAX_DECODE_TOKENS, find_kernels
+from kernels import DELTA_WINDOW, KERNELS, LIBRARY, MAX_DECODE_TOKENS, find_kernels
 from layers import MatrixLayer
 from model import Block, Transformer
 
@@ -1789,6 +1790,7 @@ class TritonInstaller(Installer):
     def finish(self) -> Backend:
         model = self.model
         find_kernels("cuda")
+        KERNELS["cuda"] -= unusable_operations()
         backend = Backend(name="triton")
         if isinstance(model, Transformer):
             for block in model.all_blocks:
@@ -1828,6 +1830,8 @@ def is_supported(device: torch.device) -> bool:
 def can_fuse(config: Config) -> bool:
     """Whether `fused_blocks` supports this architecture. Other models run operation by operation."""
     if config.norm != "rms" or config.mlp != "swiglu" or config.post_norm_residual:
+        return False
+    if unusable_operations() & {"blocks", "fused_linear", "rotary", "attention"}:
         return False
     return uses_only(config, (*FUSED_FIELDS, "experts"))
 

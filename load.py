@@ -19,6 +19,7 @@ from cli import UserError, first_line, print_status
 from compile import compiled_steps
 from config import Config
 from costs import available_memory, check_memory, total_weight_bytes, unpacking_bytes
+from edits import is_edited, recorded_fingerprints
 from engine import Engine, EngineOptions, SingleProcess
 from formats import Repacking, whole_layers
 from model import WHOLE_MODEL, Transformer
@@ -395,6 +396,8 @@ def make_repacking(installer: Installer, dtype: torch.dtype, device: torch.devic
     """
     if installer.formats:
         return Repacking(installer.formats, dtype)
+    if any(is_edited(name) for name in recorded_fingerprints() if name.startswith("formats.Quantized")):
+        return None  # unpacked weights would not call the edited code
     packed = sum(tensor.nbytes for tensor in installer.model.state_dict().values() if tensor.device.type == "meta")
     extra = unpacking_bytes(installer.model, dtype)
     if packed + extra < available_memory(device):

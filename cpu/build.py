@@ -21,7 +21,8 @@ import torch
 
 import sampling  # noqa: F401 (declares two of the operations)
 from cli import Stopwatch, UserError, locked, print_status
-from kernels import find_kernels
+from edits import unusable_operations
+from kernels import KERNELS, find_kernels
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
@@ -91,7 +92,11 @@ def load_kernels(kernels: str = "auto") -> bool:
     process has only one set of kernels. If they cannot run, print the reason and return False."""
     if LOADED and not LOADED[0].name.startswith(kernels) and kernels != "auto":
         raise UserError(f"--kernels {kernels}: this process has loaded those for {LOADED[0].name} already")
-    return bool(LOADED) or try_to_load(kernels)
+    is_loaded = bool(LOADED) or try_to_load(kernels)
+    if is_loaded:
+        find_kernels("cpu")
+        KERNELS["cpu"] -= unusable_operations()  # looked at for each model: code may have been patched meanwhile
+    return is_loaded
 
 
 @cache
@@ -117,7 +122,6 @@ def try_to_load(kernels: str) -> bool:
     FORMATS_WITH_KERNELS.update(functions.format_names().decode().split())
     if misfits := functions.register_kernels().decode():
         print_status(f"kernels in cpu/ do not fit their schemas in Python, so the references run: {misfits}")
-    find_kernels("cpu")
     LOADED.append(chosen)
     allow_amx()
 

@@ -45,6 +45,7 @@ from kernels import KERNELS, MAX_DECODE_TOKENS
 from layers import Embedding, Linear
 from model import Block, Transformer
 
+PACKING = {"pack_layer", "prepare_layer", "linear_packed"}  # what packed layers need
 # The operations that `blocks` consists of. If the schema of one of them was changed only in Python,
 # that one has no kernel, and `blocks`, which would still compute the old operation, is not used.
 FUSED_OPERATIONS = {
@@ -93,7 +94,8 @@ class CpuInstaller(Installer):
     def __init__(self, model: nn.Module, kernels: str = "auto", exact_activations: bool = False):
         super().__init__(model, kernels, exact_activations)
         self.has_kernels = kernels != "torch" and load_kernels(kernels)
-        self.formats = FORMATS_WITH_KERNELS if self.has_kernels else ()
+        if self.has_kernels and KERNELS["cpu"] >= PACKING:
+            self.formats = FORMATS_WITH_KERNELS
         self.reserved: HugePages | None = None
         self.freed = 0  # bytes of layers that have been packed since their memory was released
         total = 0
@@ -168,11 +170,13 @@ class CpuInstaller(Installer):
 
 def packed_type(model: nn.Module, module: nn.Module) -> type | None:
     """The class of the layer that replaces a module, or None if the module is not replaced."""
-    if not KERNELS["cpu"] >= {"pack_layer", "prepare_layer", "linear_packed", "embed_packed"}:
-        return None
     kind = PackedLinear
+    needed = PACKING
     if isinstance(module, (Embedding, QuantizedEmbedding)):
         kind = PackedEmbedding
+        needed = PACKING | {"embed_packed"}
+    if not KERNELS["cpu"] >= needed:
+        return None
     if has_format(module):
         return kind
     if isinstance(module, StackedLinear):

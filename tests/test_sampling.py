@@ -441,7 +441,7 @@ def test_the_example_of_a_new_setting(tiny, tmp_path, python, capsys, monkeypatc
     """With the change to Python alone, the setting works, and nothing changes where it is not used."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    for folder in ("cpu", "server"):
+    for folder in ("cpu", "mixers", "server", "text"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     apply_example(tmp_path)
     options = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt_ids", "5,6,7", "--json"]

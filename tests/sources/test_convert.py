@@ -956,7 +956,7 @@ def test_bloom_shards_are_in_memory_one_at_a_time(tmp_path):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     script = """
 import resource, sys, torch
-import checkpoint, writer
+import checkpoint
 from convert_hf_checkpoint import convert
 from sources.opening import open_hf
 checkpoint.SHARD_BYTES = 20_000_000

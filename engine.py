@@ -246,7 +246,7 @@ class Batch:
     model: Transformer
     sampling: Sampling
     steps: StepFunctions
-    threads: object  # a cpu.threads.Threads or kernels.FixedThreads
+    threads: object  # a cpu.threads.Threads or backend.FixedThreads
     timing: Timing  # of the steps before
 
     @property

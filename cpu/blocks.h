@@ -68,7 +68,7 @@ struct Convolution {
   const float* weight;  // (width,channels)
   const float* bias;    // (channels,) or null
 
-  // The inputs that are kept of each row: those that a token needs, and 16 more, so that the row can go back.
+  // How many inputs of each row are stored: as many as a token needs, and 16 more, so that the row can go back.
   int64_t tail_size() const { return DELTA_WINDOW + width - 1; }
 };
 
@@ -372,7 +372,7 @@ struct Block {
     return tail + (row * (conv.tail_size() + 1) + position % conv.tail_size()) * conv.channels;
   }
 
-  // The inputs of the convolution for a token: those of the latest `width` tokens, or null before the first position.
+  // What the convolution reads for a token: the inputs of the latest `width` tokens, or null before the first position.
   using ConvWindow = std::array<const T*, MAX_CONV_WIDTH>;
   ConvWindow window_of(int64_t m) const {
     const int64_t s = m % attention.S;

@@ -639,7 +639,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
   return result;
 }
 
-// Returns cos and then sin (M,E) each for positions (M,), from tables (slots,E). The angles of padding are those of the
+// Returns cos (M,E) and then sin (M,E) for positions (M,), from tables (slots,E). Padding gets the angles of the
 // scratch slot.
 std::vector<float> gather_angles(const float* cos, const float* sin, const int64_t* positions, int64_t M, int64_t slots,
                                  int64_t E) {

@@ -546,8 +546,8 @@ struct Sampling {
     for (int64_t b = 0; b < B; b++) {
       const int64_t row = this->rows.const_data_ptr<int64_t>()[b];
       TORCH_CHECK(row >= 0 && row < R, "row ", row, " of ", R);
-      const int64_t place = mask_place(b);
-      TORCH_CHECK(place < 0 || is_padding(b) || place + S <= masks.size(1), "no mask for position ", place + S - 1);
+      const int64_t mask = first_mask(b);
+      TORCH_CHECK(mask < 0 || is_padding(b) || mask + S <= masks.size(1), "no mask for position ", mask + S - 1);
     }
     for (int64_t i = 0; i < this->drafted.numel(); i++) {
       const int64_t id = this->drafted.const_data_ptr<int64_t>()[i];
@@ -558,12 +558,13 @@ struct Sampling {
   bool is_padding(int64_t b) const { return position.const_data_ptr<int64_t>()[b] <= 0; }
 
   // The index of the mask that the first position of batch row b uses; -1 if its row has no masks.
-  int64_t mask_place(int64_t b) const {
+  int64_t first_mask(int64_t b) const {
     const int64_t start = mask_start.const_data_ptr<int64_t>()[rows.const_data_ptr<int64_t>()[b]];
     return start < 0 ? -1 : std::max<int64_t>(0, position.const_data_ptr<int64_t>()[b] - start);
   }
 
-  RowSettings row_settings(int64_t b, int64_t place) const {
+  // The settings for position s of batch row b.
+  RowSettings row_settings(int64_t b, int64_t s) const {
     const int64_t row = rows.const_data_ptr<int64_t>()[b];
     const int64_t n = drafted.size(1);
     auto float_of = [&](const Tensor& setting) { return setting.const_data_ptr<float>()[row]; };
@@ -571,7 +572,7 @@ struct Sampling {
     RowSettings r;
     r.seed = int_of(seed);
     r.top_k = int_of(top_k);
-    r.position = position.const_data_ptr<int64_t>()[b] + place;
+    r.position = position.const_data_ptr<int64_t>()[b] + s;
     r.temperature = float_of(temperature);
     r.top_p = float_of(top_p);
     r.min_p = float_of(min_p);
@@ -581,10 +582,10 @@ struct Sampling {
     r.counts = counts.const_data_ptr<int32_t>() + row * counts.size(1);
     const bool has_bias = biased.const_data_ptr<bool>()[row];
     r.bias = has_bias ? logit_bias.const_data_ptr<float>() + row * logit_bias.size(1) : nullptr;
-    const int64_t mask = mask_place(b) < 0 ? -1 : row * masks.size(1) + mask_place(b) + place;
+    const int64_t mask = first_mask(b) < 0 ? -1 : row * masks.size(1) + first_mask(b) + s;
     r.mask = mask < 0 ? nullptr : masks.const_data_ptr<int32_t>() + mask * masks.size(2);
     r.drafted = drafted.const_data_ptr<int64_t>() + b * n;
-    r.n_drafted = std::max<int64_t>(0, n - S + 1 + place);
+    r.n_drafted = std::max<int64_t>(0, n - S + 1 + s);
     return r;
   }
 
@@ -592,10 +593,10 @@ struct Sampling {
   // positions.
   template <class Work>
   void for_each(const Work& work) const {
-    std::vector<int64_t> places;
+    std::vector<int64_t> indices;  // b * S + s
     for (int64_t i = 0; i < B * S; i++)
-      if (!is_padding(i / S)) places.push_back(i);
-    const int64_t n = places.size();
+      if (!is_padding(i / S)) indices.push_back(i);
+    const int64_t n = indices.size();
     const int threads = n <= 1 ? 1 : omp_get_max_threads();
     auto allocated = allocate_together([&](Arena& arena) {
       std::vector<Scratch> all;
@@ -608,9 +609,9 @@ struct Sampling {
       parallel(n <= 1 || n * V < MIN_PARALLEL_WORK, [&](const Team& team) {
         team.split(n, 1, [&](int64_t i, int64_t end) {
           for (; i < end; i++) {
-            const int64_t b = places[i] / S;
-            const int64_t s = places[i] % S;
-            work(x + b * logits.stride(0) + s * logits.stride(1), row_settings(b, s), scratch[team.thread], places[i]);
+            const int64_t b = indices[i] / S;
+            const int64_t s = indices[i] % S;
+            work(x + b * logits.stride(0) + s * logits.stride(1), row_settings(b, s), scratch[team.thread], indices[i]);
           }
         });
       });

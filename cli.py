@@ -69,15 +69,15 @@ def check_is_file(path: Path):
         raise UserError(f"{path} is not a regular file")
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, option: str = "") -> str:
     """The text of a UTF-8 file, with its line ends unchanged, and without a byte order mark.
 
-    what: the option that names the file, with its value. UserError if the file cannot be read.
+    option: the one that names the file, if any. UserError if the file cannot be read.
     """
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} cannot be read: {error}") from None
+        raise UserError(f"{option} {path} cannot be read: {error}".lstrip()) from None
 
 
 def read_json(path: Path) -> dict:

@@ -380,7 +380,7 @@ def parse_arguments():
 
 def read_ids(path: Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[int]:
     """The token ids of a text file, at most max_tokens."""
-    ids = tokenizer.encode(read_text(path, f"--text {path}"))
+    ids = tokenizer.encode(read_text(path, "--text"))
     if len(ids) < 2:
         raise UserError(f"--text {path} has {len(ids)} tokens, but at least 2 are needed")
     return ids[:max_tokens]

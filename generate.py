@@ -123,7 +123,7 @@ def check_arguments(args):
     args.piped = ""  # the text of standard input, once it was read
     args.lines = []  # the prompts in files
     for path in args.prompt_file:
-        lines = read_text(path, f"--prompt_file {path}").replace("\r\n", "\n").split("\n")
+        lines = read_text(path, "--prompt_file").replace("\r\n", "\n").split("\n")
         args.lines += [line for line in lines if line]
     if args.max_new_tokens is None and not args.interactive:
         args.max_new_tokens = 200

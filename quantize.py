@@ -215,7 +215,7 @@ def calibration_text(model: Transformer, tokenizer, path: Path | None) -> list[l
     """
     length = min(SEQUENCE_LENGTH, model.config.max_seq_length)
     if path is not None:
-        ids = tokenizer.encode(read_text(path, f"--calibration_file {path}"))
+        ids = tokenizer.encode(read_text(path, "--calibration_file"))
         if len(ids) < 4 * length:
             raise UserError(f"--calibration_file {path} has {len(ids)} tokens, but at least {4 * length} are needed")
         gap = (len(ids) - length) / (SEQUENCES - 1)  # spreads them over the text; they may overlap
@@ -379,7 +379,7 @@ def main():
 
     check_target(args.out)
     if args.calibration_file:
-        read_text(args.calibration_file, f"--calibration_file {args.calibration_file}")
+        read_text(args.calibration_file, "--calibration_file")
     source = open_dense(args.checkpoint_path, quantization)
     out = args.out or default_directory(args, source)
     kept = quantize_checkpoint(source, out, quantization, args.calibration_file)

@@ -166,6 +166,6 @@ def read_lookup_text(name: str, checkpoint: Checkpoint) -> list[int]:
     if checkpoint.tokenizer.vocabulary is None:
         raise UserError("--draft lookup:FILE needs text, but the checkpoint has no tokenizer")
     check_is_file(path)
-    ids = checkpoint.tokenizer.encode(read_text(path, f"--draft lookup:{path}"), add_bos=False)
+    ids = checkpoint.tokenizer.encode(read_text(path, "--draft lookup:FILE"), add_bos=False)
     check_prompt(ids or [0], checkpoint.config, len(ids) + 1)
     return ids

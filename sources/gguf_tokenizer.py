@@ -4,12 +4,11 @@ Read down: gguf_tokenizer_files, and the fields as llama.cpp reads them; special
 that end a text; byte-level BPE; sentencepiece. gguf_file.py reads the rest of the file.
 """
 
-import re
 import struct
 from pathlib import Path
 
-from cli import UserError, first_line, print_status, printable
-from text.tokenizer import TokenizerFiles
+from cli import UserError, print_status, printable
+from text.tokenizer import TokenizerFiles, tokenizer_errors
 
 START = "tokenizer.ggml."  # the names of the fields begin with this
 TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}
@@ -24,13 +23,8 @@ SPECIAL = (CONTROL, UNKNOWN)  # tokens of these types are found in text, and are
 
 def gguf_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
     """The tokenizer and the chat templates of a GGUF file. UserError if its fields do not fit each other."""
-    try:
+    with tokenizer_errors(path):
         return make_tokenizer_files(path, metadata)
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library's Rust code is not an Exception
-        why = first_line(error)
-        raise UserError(f"{path}: the tokenizer's fields do not fit each other: {why}") from None
 
 
 def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
@@ -58,14 +52,9 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
     if kind == "llama":
         files.settings |= {"added_tokens": added_tokens(fields, is_phi3(metadata)), "legacy": True}
 
-    files.template = chat_template(metadata, "tokenizer.chat_template")
-    files.tool_template = chat_template(metadata, "tokenizer.chat_template.tool_use")
+    files.template = metadata.get("tokenizer.chat_template") or None
+    files.tool_template = metadata.get("tokenizer.chat_template.tool_use") or None
     return files
-
-
-def chat_template(metadata: dict, name: str) -> str | None:
-    text = metadata.get(name)
-    return text if isinstance(text, str) and text else None
 
 
 def short(value) -> str:
@@ -95,26 +84,10 @@ def read_fields(path: Path, metadata: dict) -> dict:
         value = fields[name]
         if type(value) is not int or not 0 <= value < len(tokens):
             del fields[name]
-            why = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
-            print_status(f"warning: {path}: {START}{name} = {short(value)} {why}")
-
-    if fields.get("model") == "llama":
-        add_sentencepiece_defaults(fields)
+            ignored = f"is not one of the ids of {len(tokens)} tokens and counts as absent"
+            print_status(f"warning: {path}: {START}{name} = {short(value)} {ignored}")
     fields["token_type"] = token_types(fields)
     return fields
-
-
-def add_sentencepiece_defaults(fields: dict):
-    """Add the fields that a file may leave out. Without them all scores are equal, and <unk>, <s> and
-    </s> are special if they are the first three tokens."""
-    tokens = fields["tokens"]
-    fields.setdefault("scores", [0.0] * len(tokens))
-    if tokens[:3] == ["<unk>", "<s>", "</s>"]:
-        is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
-        others = [BYTE if is_byte(token) else NORMAL for token in tokens[3:]]
-        fields.setdefault("token_type", [UNKNOWN, CONTROL, CONTROL, *others])
-        fields.setdefault("bos_token_id", 1)
-        fields.setdefault("eos_token_id", 2)
 
 
 # ---------------------------------------------------------------- special tokens
@@ -248,8 +221,7 @@ def byte_level_bpe(path: Path, fields: dict):
 
     name = fields.get("pre")
     if not name:
-        what = "text is split by a default, maybe not as in training"
-        print_status(f"warning: {path} lacks {START}pre: {what}")
+        print_status(f"warning: {path} lacks {START}pre: text is split by a default, maybe not as in training")
     rule = ALIASES.get(name, name or "default")
     if rule not in PRE_TOKENIZERS:
         known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
@@ -283,8 +255,6 @@ def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
         return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
     except Exception:  # the library has no type of its own for merges of unknown tokens
         known = [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
-    if len(known) < len(merges) / 2:
-        raise ValueError("most merges are of tokens that the vocabulary lacks")
     unknown = f"{len(merges) - len(known)} of {len(merges)} merges"
     print_status(f"warning: {path}: {unknown} are of tokens that the vocabulary lacks and are left out")
     return models.BPE(vocab=vocabulary, merges=known, ignore_merges=ignore_merges)

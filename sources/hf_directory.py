@@ -18,7 +18,7 @@ from cli import UserError, first_line, read_json
 from config import Config
 from sources.families import FAMILIES, Family, Layout
 from sources.fields import Fields
-from text.tokenizer import TokenizerFiles, read_template, read_tokenizer_files
+from text.tokenizer import TokenizerFiles, read_template, read_tokenizer_files, tokenizer_errors
 
 # ---------------------------------------------------------------- config.json
 
@@ -79,12 +79,8 @@ def vocabulary_size(directory: Path, V: int) -> int | None:
 def open_tokenizer(directory: Path):
     from tokenizers import Tokenizer as Library
 
-    try:
+    with tokenizer_errors(directory):
         return Library.from_file(str(directory / "tokenizer.json"))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library's Rust code is not an Exception
-        raise UserError(f"{directory / 'tokenizer.json'} is not a readable tokenizer: {error}") from None
 
 
 def hf_weight_paths(directory: Path) -> list[Path]:
@@ -149,21 +145,14 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
             warnings.simplefilter("ignore")
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError:  # torch's own message suggests running the code anyway
-        why = "it is damaged, or it would run code"
-        raise UserError(f"{path} is not a plain file of tensors and was not loaded: {why}") from None
+        raise UserError(f"{path} was not loaded: it is damaged, or it holds code that would run") from None
     except Exception as error:  # damaged files can raise anything
         raise UserError(f"{path} is not a readable PyTorch file: {first_line(error)[:200]}") from None
 
     by_name = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
-    if not by_name or not all(map(is_plain_tensor, weights.values())):
-        raise UserError(f"{path} does not hold plain tensors by name")
+    if not by_name or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise UserError(f"{path} does not hold tensors by name")
     return weights
-
-
-def is_plain_tensor(value) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return False
-    return not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -175,7 +164,8 @@ ADDED_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 def hf_tokenizer_files(directory: Path) -> TokenizerFiles:
     """The tokenizer and the chat templates of a Hugging Face directory."""
-    settings = read_tokenizer_settings(directory)
+    older = read_optional(directory, "special_tokens_map.json")  # older checkpoints have it as well
+    settings = older | read_optional(directory, "tokenizer_config.json")
     try:
         files = read_tokenizer_files(directory, hf_special_tokens(directory, settings))
         named = settings.get("chat_template")
@@ -195,12 +185,6 @@ def hf_tokenizer_files(directory: Path) -> TokenizerFiles:
 def read_optional(directory: Path, name: str) -> dict:
     path = directory / name
     return read_json(path) if path.exists() else {}
-
-
-def read_tokenizer_settings(directory: Path) -> dict:
-    """tokenizer_config.json, with special_tokens_map.json, which older checkpoints have beside it."""
-    older = read_optional(directory, "special_tokens_map.json")
-    return older | read_optional(directory, "tokenizer_config.json")
 
 
 def token_names(settings: dict) -> dict[str, str | None]:
@@ -285,10 +269,6 @@ def special_ids(directory: Path, named: dict, token_id: Callable) -> tuple[int |
         eos_ids = [eos_ids]
     # The tokenizer of a chat model may have another EOS token than its config.
     eos_ids = [i for i in (*eos_ids, token_id(named.get("eos_token"))) if i is not None]
-    for i in (bos, *eos_ids):
-        if i is not None and (type(i) is not int or i < 0):
-            where = "bos_token_id or eos_token_id, or in generation_config.json"
-            raise ValueError(f"{i!r} is not a token id ({where})")
     return bos, eos_ids
 
 

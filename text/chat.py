@@ -617,7 +617,7 @@ def read_conversation(path: Path) -> tuple[str | None, list[dict]]:
     """
     if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST_CONVERSATION):
         raise UserError(f"{path} is not a conversation file")
-    text = read_text(path, str(path))
+    text = read_text(path)
     try:
         found = json.loads(text)
         system = None

@@ -63,26 +63,17 @@ class ChatTemplate:
             text = self.template.render(values)
         except Exception as error:
             raise self._failure(error) from None
-        if continue_last:
-            text = self._cut_at_mark(text)
-        return text
-
-    def _cut_at_mark(self, text: str) -> str:
-        """The text before CONTINUE_MARK, as transformers cuts it."""
+        if not continue_last:
+            return text
         before, found, after = text.rpartition(CONTINUE_MARK.strip())
         if not found:
             raise UserError(f"{self.path}: the chat template does not write the last message, which is to be continued")
-        if after.startswith(" "):
-            return before
-        return before.rstrip()  # the template strips spaces at the end of messages
+        # As in transformers. Without the space, the template strips spaces at the end of messages.
+        return before if after.startswith(" ") else before.rstrip()
 
     def _failure(self, error: Exception) -> UserError:
-        """A UserError for any exception that the template raised.
-
-        It is one line without terminal escape sequences.
-        """
-        reason = printable(str(error) or type(error).__name__)
-        return UserError(f"{self.path}: the chat template fails: {reason}")
+        """The UserError for any exception that the template raised: one line without escape sequences."""
+        return UserError(f"{self.path}: the chat template fails: {printable(str(error) or type(error).__name__)}")
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Token ids of `render`."""

@@ -13,14 +13,14 @@ lists only, and one more token can change the text of the tokens before it.)
 
 import codecs
 import itertools
-import json
 import re
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli import UserError, read_json
+from cli import UserError, first_line, read_json, read_text
 
 TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "chat_template_tool_use.jinja"
@@ -51,31 +51,18 @@ def read_tokenizer_files(directory: Path, settings: dict | None = None) -> Token
     if settings is None and (directory / "tokenizer_config.json").exists():
         settings = read_json(directory / "tokenizer_config.json")
     files = TokenizerFiles(directory, settings)
-    files.json = read_bytes(directory / "tokenizer.json")
-    if files.json is None:
-        files.model = read_bytes(directory / "tokenizer.model")
+    if (directory / "tokenizer.json").is_file():
+        files.json = (directory / "tokenizer.json").read_bytes()
+    elif (directory / "tokenizer.model").is_file():
+        files.model = (directory / "tokenizer.model").read_bytes()
     files.template = read_template(directory / TEMPLATE)
     files.tool_template = read_template(directory / TOOL_TEMPLATE)
     return files
 
 
-def read_bytes(path: Path) -> bytes | None:
-    """The contents of a file, or None if there is no such file."""
-    try:
-        if path.is_file():  # reading a device or a pipe might never end
-            return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    return None
-
-
 def read_template(path: Path) -> str | None:
     """The text of a chat template, or None if there is no such file."""
-    data = read_bytes(path)
-    try:
-        return None if data is None else data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    return read_text(path) if path.is_file() else None
 
 
 class Tokenizer:
@@ -99,10 +86,7 @@ class Tokenizer:
         if not isinstance(eos, list):
             raise UserError(f"{self.path}: eos_token_ids {eos!r} is not a list of token ids")
         self.eos_ids: tuple[int, ...] = tuple(eos)
-        ids = list(eos)
-        if self.bos_id is not None:
-            ids.append(self.bos_id)
-        for i in ids:
+        for i in eos if self.bos_id is None else [*eos, self.bos_id]:
             if type(i) is not int or i < 0:
                 raise UserError(f"{self.path}: {i!r} is not a token id")
 
@@ -165,9 +149,6 @@ class TextStream:
         self.shown = {i: self.vocabulary.name(i).encode() for i in shown_ids}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.started = False  # some vocabularies put a space before the first text; decoding drops it
-        # Some vocabularies of a tokenizer.json put one after each word; that after the last word is dropped.
-        self.ends_with_space = getattr(self.vocabulary, "ends_with_space", False)
-        self.space = b""
         self.context_text = self._decode(context, last=False)
 
     def add(self, ids: Iterable[int], last: bool = False) -> str:
@@ -189,10 +170,6 @@ class TextStream:
             self.started = True
             if self.vocabulary.begins_with_space:
                 data = data.removeprefix(b" ")
-        if self.ends_with_space:
-            data = self.space + data
-            self.space = b" " if data.endswith(b" ") else b""
-            data = data.removesuffix(b" ")
         return self.decoder.decode(data, final=last)
 
 
@@ -298,19 +275,23 @@ def start_of_partial(text: str, strings: Iterable[str]) -> int:
 
 def read_vocabulary(files: TokenizerFiles):
     """The vocabulary of a tokenizer, or None for a model that takes token ids only."""
-    try:
+    with tokenizer_errors(files.path):
         if files.json is not None or files.library is not None:
             return JsonVocabulary(files.json, files.library, files.settings.get("added_tokens") or ())
         if files.model is not None:
             return SentencePieceVocabulary(files.model, files.settings)
-    except (KeyboardInterrupt, SystemExit):
+    return None
+
+
+@contextmanager
+def tokenizer_errors(path: Path):
+    """A context manager that turns whatever a tokenizer's library raises into a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust code is not an Exception
-        path = files.path
-        if not path.is_file():
-            path = path / ("tokenizer.model" if files.model else "tokenizer.json")
-        raise UserError(f"{path} is not a readable tokenizer: {error}") from None
-    return None
+        raise UserError(f"the tokenizer of {path} cannot be read: {first_line(error)}") from None
 
 
 class JsonVocabulary:
@@ -335,21 +316,15 @@ class JsonVocabulary:
         both = [*before.items(), *library.get_added_tokens_decoder().items()]
         self.special_ids = {i for i, token in both if token.special}
 
-        kinds = set()
-        self.join = " ".join
-        if library.decoder:
-            kinds = decoder_kinds(json.loads(library.decoder.__getstate__()))
-            self.join = library.decoder.decode
-        self.byte_level = "ByteLevel" in kinds
-        self.byte_fallback = "ByteFallback" in kinds
+        self.join = library.decoder.decode if library.decoder else " ".join
+        kinds = str(library.decoder)  # such as Sequence(decoders=[ByteFallback(), Fuse()])
+        self.byte_level = "ByteLevel(" in kinds
+        self.byte_fallback = "ByteFallback(" in kinds
         self.byte_of = byte_alphabet()
 
         # Whether the decoder drops the space before the first token. U+2581 stands for a space.
         words = ("x", "\u2581x")
         self.begins_with_space = any(self.join(["x", w]) == "x x" and self.join([w]) == "x" for w in words)
-        # Whether "</w>" at the end of a token is a space, which the decoder drops after the last token
-        space = self.join(["x</w>", "x"]) == "x x" and self.join(["x</w>"]) == "x"
-        self.ends_with_space = space or "BPEDecoder" in kinds
 
     def encode(self, text: str) -> list[int]:
         # Unlike `encode`, this lets other threads work meanwhile, and computes no positions.
@@ -372,18 +347,9 @@ class JsonVocabulary:
             return bytes(self.byte_of[c] for c in token)
         if self.byte_level:  # an added token may be plain text
             return token.encode()
-        if self.byte_fallback:
-            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-            if byte:
-                return bytes.fromhex(byte[1])
-        if self.ends_with_space:
-            return self.join(["x", token, "x"])[1:-1].encode()
+        if self.byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+            return bytes.fromhex(byte[1])
         return self.join(["x", token]).removeprefix("x").encode()
-
-
-def decoder_kinds(decoder: dict) -> set[str]:
-    """The type of a tokenizer.json's decoder, and of all decoders in it if it is a sequence."""
-    return {decoder["type"]}.union(*map(decoder_kinds, decoder.get("decoders", [])))
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -1,12 +1,13 @@
-"""The fields of a Hugging Face config.json: which ones were used, which are harmless, and RoPE's.
+"""The fields of a config.json or a GGUF file: which ones were used, which are harmless, and RoPE's.
 
-Every field is used, known to be harmless, refused, or warned about. Fields have the meaning and the
-defaults that they have in transformers. families.py says which fields a family has.
+Every field is used, known to be harmless, refused, or warned about. The tables here are those of
+Hugging Face's config.json, whose fields have the meaning and the defaults that they have in
+transformers. families.py says which fields a family has.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cli import UserError, print_status, printable
@@ -83,42 +84,46 @@ SHOWN = 150  # characters at either end of a long value in a message
 
 
 class Fields:
-    """The fields of a config.json. It records which ones were taken, and `finish` checks the others.
+    """The fields of a model. It records which ones were taken, and `finish` checks the others.
 
+    prefix: of the names of all fields that count; callers leave it out.
     defaults: the values of missing fields, where a family has others than its relatives.
     """
 
-    def __init__(self, path: Path, fields: dict):
+    def __init__(self, path: Path, fields: dict, prefix: str = ""):
         self.path = path
         self.all = fields
+        self.prefix = prefix
         self.defaults = {}
         self.taken = set()
 
     def take(self, name: str, *default):
         """The value of a field, or its default. UserError if it is missing and has no default."""
         self.taken.add(name)
-        if name in self.all:
-            return self.all[name]
+        if self.prefix + name in self.all:
+            return self.all[self.prefix + name]
         if name in self.defaults:
             return self.defaults[name]
         if not default:
-            raise UserError(f"{self.path} lacks {name}")
+            raise UserError(f"{self.path} lacks {self.prefix}{name}")
         return default[0]
 
-    def refuse(self, name: str, why: str):
-        value = json.dumps(self.all.get(name))
+    def refuse(self, name: str, problem: str):
+        """Raise the UserError about a field with a value that is not supported."""
+        value = json.dumps(self.all.get(self.prefix + name))
         if len(value) > 2 * SHOWN:
             value = f"{value[:SHOWN]} ... {value[-SHOWN:]}"
-        raise UserError(f"{self.path}: {name} = {value} {why}")
+        raise UserError(f"{self.path}: {self.prefix}{name} = {value} {problem}")
 
-    def finish(self):
+    def finish(self, harmless: Iterable[str] = HARMLESS, neutral: dict[str, list] = NEUTRAL):
         """Refuse the remaining fields that change what the model computes; warn about unknown ones."""
-        for name in sorted(self.all.keys() - self.taken - set(HARMLESS)):
-            value = self.all[name]
-            if name not in NEUTRAL:
-                line = f"warning: {self.path}: {name} = {json.dumps(value)} is unknown and ignored"
+        names = {name.removeprefix(self.prefix) for name in self.all if name.startswith(self.prefix)}
+        for name in sorted(names - self.taken - set(harmless)):
+            value = self.all[self.prefix + name]
+            if name not in neutral:
+                line = f"warning: {self.path}: {self.prefix}{name} = {json.dumps(value)} is unknown and ignored"
                 print_status(printable(line))
-            elif value not in NEUTRAL[name]:
+            elif value not in neutral[name]:
                 self.refuse(name, "changes what the model computes and is not supported")
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from checkpoint import make_config
-from cli import UserError, and_more, check_is_file, first_line, print_status, printable
+from cli import UserError, and_more, check_is_file, first_line, print_status
 from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
-from sources.fields import yarn_attention_factor
+from sources.fields import Fields, yarn_attention_factor
 from sources.gguf_header import TensorInfo, read_header, split_files
-from sources.gguf_tokenizer import gguf_tokenizer_files, short
+from sources.gguf_tokenizer import gguf_tokenizer_files
 from text.tokenizer import TokenizerFiles
 
 # The fields that are read or checked. Any other field of the architecture causes a warning.
@@ -33,12 +33,11 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor
     rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count
-    expert_feed_forward_length expert_shared_feed_forward_length expert_weights_norm
-    expert_weights_scale expert_gating_func expert_group_count expert_group_used_count
-    expert_shared_count embedding_scale residual_scale logit_scale ssm.conv_kernel ssm.inner_size
+    expert_feed_forward_length expert_shared_feed_forward_length embedding_scale residual_scale
+    logit_scale ssm.conv_kernel ssm.inner_size
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
-    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered norm_top_k_prob"""
+    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -51,7 +50,7 @@ SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
 # Hugging Face and whose norms are not all stored alike, so that layer is left out, too.
 OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
-# Fields of experts -> the values that are supported, of which the first one is the default.
+# Fields of experts that change what the model computes -> the values that are supported.
 EXPERT_FIELDS = {
     "expert_weights_norm": [True],
     "expert_weights_scale": [1.0, 0.0],
@@ -88,19 +87,22 @@ class GgufFile:
         self.infos: dict[str, TensorInfo] = {}
         for part in paths:
             self.open_part(part)
-        if self.value("split.count", 0) not in (0, 1, len(paths)):
-            count = self.value("split.count")
+        if self.metadata.get("split.count", 0) not in (0, 1, len(paths)):
+            count = self.metadata["split.count"]
             raise UserError(
                 f"{path} is one of {count} files of a model, so its name must end as MODEL-00001-of-00003.gguf does"
             )
 
-        self.architecture = str(self.value("general.architecture", None))
+        self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in GGUF_FAMILIES:
             raise UserError(
                 f"{path}: architecture {self.architecture} is not known; "
                 f"known in GGUF files: {', '.join(GGUF_FAMILIES)}"
             )
         self.family = GGUF_FAMILIES[self.architecture]
+        self.fields = Fields(self.path, self.metadata, f"{self.architecture}.")
+        self.hyper = self.fields.take  # a hyperparameter
+        self.refuse = self.fields.refuse
         renamed = self.family.gguf_layout.renamed
         self.left_out = [name for name in self.infos if name.startswith(OTHER_TENSORS)]
         self.infos = {renamed(name): self.infos[name] for name in self.infos if not name.startswith(OTHER_TENSORS)}
@@ -114,28 +116,14 @@ class GgufFile:
             metadata, infos = read_header(file)
         except (LookupError, MemoryError, OSError, OverflowError, ValueError) as error:
             raise UserError(f"{path} is not a readable GGUF file: {error}") from None
-        if doubled := sorted(infos.keys() & self.infos.keys()):
-            raise UserError(f"{path} holds tensor {doubled[0]}, and so does another file of the model")
         for info in infos.values():
             info.part = len(self.files) - 1
         self.metadata = metadata | self.metadata
         self.infos |= infos
 
-    def value(self, name: str, *default):
-        """A field of the metadata, or its default. UserError if it is missing and has no default."""
-        if name in self.metadata:
-            return self.metadata[name]
-        if not default:
-            raise UserError(f"{self.path} lacks {name}")
-        return default[0]
-
-    def hyper(self, name: str, *default):
-        """A hyperparameter: a field whose name begins with the architecture."""
-        return self.value(f"{self.architecture}.{name}", *default)
-
     def recommended(self) -> dict:
         """The sampling settings that the file recommends, under their names in generation_config.json."""
-        found = {name: self.value(f"general.sampling.{key}", None) for name, key in SAMPLING_FIELDS.items()}
+        found = {name: self.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING_FIELDS.items()}
         return {name: round(x, 6) for name, x in found.items() if isinstance(x, int | float)}  # they are float32
 
     def per_layer(self, name: str, *default):
@@ -158,9 +146,6 @@ class GgufFile:
         value = self.hyper(name, default)
         return default if value == 0 else value
 
-    def refuse(self, name: str, why: str):
-        raise UserError(f"{self.path}: {self.architecture}.{name} = {short(self.hyper(name))} {why}")
-
     # ------------------------------------------------------------ Config
 
     def config(self) -> Config:
@@ -173,16 +158,14 @@ class GgufFile:
 
     def check_fields(self):
         """Warn about unknown fields; refuse kinds of models that are not supported, and absurd sizes."""
-        for name in sorted(self.metadata):
-            architecture, _, rest = name.partition(".")
-            is_known = rest in USED_FIELDS.split() or rest.startswith(OTHER_FIELDS)
-            if architecture == self.architecture and not is_known:
-                if self.left_out and rest.startswith("rope."):  # Ollama's name for a field that matters
-                    self.refuse(rest, "is not known")
-                if rest.startswith("expert") and self.value(name) != 0:
-                    self.refuse(rest, "is not supported")
-                line = f"warning: {self.path}: {name} = {self.value(name)!r} is unknown and ignored"
-                print_status(printable(line))
+        names = {name.removeprefix(self.fields.prefix) for name in self.metadata}
+        others = {name for name in names if name.startswith(OTHER_FIELDS)}
+        for name in names - others - {*USED_FIELDS.split(), *EXPERT_FIELDS}:
+            if name.startswith("expert") and self.hyper(name):
+                self.refuse(name, "is not supported")
+            if self.left_out and name.startswith("rope."):  # Ollama's name for a field that matters
+                self.refuse(name, "is not known")
+        self.fields.finish(others.union(USED_FIELDS.split()), EXPERT_FIELDS)
 
         if self.left_out:
             kinds = ", ".join(sorted({f"{name.partition('.')[0]}.*" for name in self.left_out}))
@@ -197,18 +180,8 @@ class GgufFile:
                 self.refuse(name, "is not an integer")
         if not 0 <= self.hyper("nextn_predict_layers", 0) < self.hyper("block_count"):
             self.refuse("nextn_predict_layers", f"does not fit {self.hyper('block_count')} layers")
-        if self.hyper("expert_count", 0):
-            self.check_experts()
-
-    def check_experts(self):
-        """Refuse experts that are not supported."""
-        if not self.family.gguf_experts:
+        if self.hyper("expert_count", 0) and not self.family.gguf_experts:
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
-        if not any(name.endswith(".ffn_gate_inp.weight") for name in self.infos):
-            self.refuse("expert_count", "makes this a mixture of experts, but the file has no tensors of experts")
-        for name, supported in EXPERT_FIELDS.items():
-            if self.hyper(name, supported[0]) not in supported:
-                self.refuse(name, f"is not supported; expected {supported[0]}")
 
     def _config(self) -> Config:
         shapes = self.shapes()
@@ -217,12 +190,10 @@ class GgufFile:
         dim = self.hyper("embedding_length")
         head_dim = self.hyper("attention.key_length", dim // n_head)
         if self.hyper("attention.value_length", head_dim) != head_dim:
-            why = f"is not attention.key_length = {head_dim}, which is not supported"
-            self.refuse("attention.value_length", why)
+            self.refuse("attention.value_length", f"is not attention.key_length = {head_dim}, which is not supported")
         rotary_dim = self.hyper("rope.dimension_count", head_dim)
         if rotary_dim != head_dim and not self.family.partial_rotary:
-            why = f"rotates a part of each head ({head_dim}), which is not supported"
-            self.refuse("rope.dimension_count", why)
+            self.refuse("rope.dimension_count", f"rotates a part of each head ({head_dim}), which is not supported")
 
         scaling, context = self.rope()
         experts = self.experts()
@@ -424,8 +395,7 @@ class GgufFile:
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         file = self.files[info.part]
         file.seek(info.start)
-        if file.readinto(data.numpy()) < info.nbytes:
-            raise UserError(f"{self.path} was truncated while it was read")
+        file.readinto(data.numpy())
         if info.type in DENSE:
             return data.view(DENSE[info.type]).view(info.shape)
         return data.view(-1, info.row_bytes)

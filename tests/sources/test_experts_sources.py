@@ -355,9 +355,9 @@ def test_the_width_of_experts_in_older_files(files):
 
 
 @pytest.mark.parametrize("fields, why", [
-    ({"expert_weights_norm": False}, "expert_weights_norm = False is not supported; expected True"),
-    ({"expert_gating_func": 2}, "expert_gating_func = 2 is not supported; expected 1"),
-    ({"expert_group_count": 3}, "expert_group_count = 3 is not supported"),
+    ({"expert_weights_norm": False}, "expert_weights_norm = false changes what the model computes"),
+    ({"expert_gating_func": 2}, "expert_gating_func = 2 changes what the model computes"),
+    ({"expert_group_count": 3}, "expert_group_count = 3 changes what the model computes"),
     ({"expert_used_count": None}, "lacks .*expert_used_count"),
     ({"expert_used_count": 4}, "a token cannot use 4 of 3 experts"),
     ({"expert_used_count": [1, 2]}, "expert_used_count = .1, 2. differs by layer"),
@@ -394,9 +394,12 @@ def test_gguf_files_whose_tensors_do_not_fit(tmp_path, byte_level, family):
 
 def test_gguf_files_without_tensors_of_experts(tiny, tmp_path, byte_level):
     """A dense model that claims to have experts, and one whose architecture has none."""
-    for name, why in (("llama-mha", "but the file has no tensors of experts"), ("qwen3-gqa", "which is not supported")):
+    for name, why in (
+        ("llama-mha", "which the model does not have"),
+        ("qwen3-gqa", "expert_count = 8 makes this a mixture of experts, which is not supported"),
+    ):
         architecture = name.partition("-")[0]
         extra = {f"{architecture}.expert_count": 8, f"{architecture}.expert_used_count": 2}
         write_gguf(tmp_path / "x.gguf", tiny(name)[0], vocabulary_fields(byte_level), extra=extra)
-        with pytest.raises(UserError, match=f"expert_count = 8 makes this a mixture of experts, {why}"):
+        with pytest.raises(UserError, match=why):
             open_gguf(tmp_path / "x.gguf")

@@ -112,7 +112,7 @@ BROKEN_SPLITS = {
     "one is missing": (lambda paths: paths[2].unlink(), "is one of 4 files .* beside it small-00003-of-00004.gguf is"),
     "two are missing": (lambda paths: [p.unlink() for p in paths[1:3]], "small-00002-of-00004.gguf and 1 more is"),
     "another name": (lambda paths: paths[0].rename(paths[0].parent / "x.gguf"), "its name must end as MODEL-00001-of"),
-    "two are swapped": (lambda paths: shutil.copy(paths[1], paths[2]), "00003-of-00004.gguf holds .*, and so does ano"),
+    "two are swapped": (lambda paths: shutil.copy(paths[1], paths[2]), "lacks tensor "),
     "one is no part": (
         lambda paths: paths[1].write_bytes(b"GGUF" + bytes(99)),
         "00002-of-00004.gguf is not a readable",
@@ -152,10 +152,9 @@ def edited(file, name, change):
 DAMAGES = {
     "beyond the end": (lambda d, kind, offset: (d, kind, 1 << 40), "tensor blk.1.attn_q.weight ends at byte"),
     "huge": (lambda d, kind, offset: ([1 << 62, 1 << 62], kind, offset), "truncated: tensor blk.1.attn_q.weight"),
-    "misaligned": (lambda d, kind, offset: (d, kind, offset + 8), "which is not a multiple of 32"),
-    "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "overlap"),
+    "overlapping": (lambda d, kind, offset: (d, kind, offset - 32), "inside the tensor before it"),
     "ragged": (lambda d, kind, offset: ([d[0] - 1, d[1]], kind, offset), "which is not a multiple of 256"),
-    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"has the shape \(9223372036854775808, 0\)"),
+    "empty": (lambda d, kind, offset: ([0, 1 << 63], kind, offset), r"is \(9223372036854775808, 0\), but"),
     "no type": (lambda d, kind, offset: (d, 77, offset), "blk.1.attn_q.weight has type 77, which is not known"),
 }
 
@@ -171,8 +170,7 @@ def test_other_broken_files_are_refused(file, tmp_path):
     raw, path = file.read_bytes(), tmp_path / "x.gguf"
     first, second = b"blk.0.attn_q.weight", b"blk.1.attn_q.weight"
     cases = {
-        "tensor blk.1.attn_q.weight is there twice": raw.replace(first, second, 1),
-        "the field general.architecture is there twice": raw[:16] + bytes([raw[16] + 1]) + raw[17:69] + raw[24:],
+        "lacks tensor blk.0.attn_q.weight": raw.replace(first, second, 1),
         "it does not begin with GGUF": raw[1000:],
         "version 99 is not known": raw[:4] + struct.pack("<I", 99) + raw[8:],
         "truncated: its header ends neither in the file nor in 64 MB": raw[:500],
@@ -314,7 +312,7 @@ def test_fields_that_do_not_fit_are_refused(file):
         (tokens | {"tokenizer.ggml.token_type": [1, 1, 1]}, "the tokenizer of .* cannot be read"),
         ({"tokenizer.ggml.token_type": [3, 1]}, "token_type does not have a number for each token"),
         ({"tokenizer.ggml.token_type": "abc"}, "token_type does not have a number for each token"),
-        ({"qwen2.attention.sliding_window": ""}, "qwen2.attention.sliding_window = '' is not an integer"),
+        ({"qwen2.attention.sliding_window": ""}, 'qwen2.attention.sliding_window = "" is not an integer'),
         ({"qwen2.expert_count": []}, "is not an integer"),
     ]
     for fields, why in cases:
@@ -331,8 +329,9 @@ def test_fields_that_do_not_fit_are_refused(file):
 def with_fields(file, **fields):
     """The open file with other fields of metadata. None removes a field."""
     opened = GgufFile(file)
-    fields = opened.metadata | fields
-    opened.metadata = {name: value for name, value in fields.items() if value is not None}
+    opened.metadata |= fields
+    for name in [name for name, value in fields.items() if value is None]:
+        opened.metadata.pop(name)
     return opened
 
 
@@ -626,7 +625,7 @@ def test_lists_may_have_zeros_where_no_layer_has_attention(tiny, byte_level, tmp
 def test_heads_and_experts_in_another_order_are_refused(tiny, byte_level, tmp_path):
     write_gguf(tmp_path / "x.gguf", tiny("qwen35-moe-5")[0], vocabulary(byte_level))
     for name in ("ssm.v_head_reordered", "norm_top_k_prob"):
-        with pytest.raises(UserError, match=f"qwen35moe.{name} = False is not supported; expected [tT]rue"):
+        with pytest.raises(UserError, match=f"qwen35moe.{name} = false (is not supported|changes what the model)"):
             with_fields(tmp_path / "x.gguf", **{f"qwen35moe.{name}": False}).config()
 
 

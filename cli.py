@@ -386,10 +386,9 @@ def locked(path: Path, activity: str):
     """
     from filelock import FileLock
 
-    lock = FileLock(path)
     with announced(f"waiting for another process that {activity}"):
-        lock.acquire()
-    with lock:
+        held = FileLock(path).acquire()
+    with held:
         yield
 
 

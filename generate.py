@@ -170,9 +170,10 @@ def read_texts(args) -> list[str]:
     """The prompts of the command line that are texts."""
     texts = list(args.prompt)
     if "-" in texts:
-        texts[texts.index("-")] = read_standard_input()
-        if "" in texts:
+        piped = read_standard_input()
+        if not piped:
             raise UserError("--prompt - is empty")
+        texts[texts.index("-")] = piped
     elif args.piped:
         texts = [f"{text}\n\n{args.piped}" for text in texts] or [args.piped]
     texts += args.lines

@@ -214,13 +214,6 @@ def sliding_layers(fields: Fields, usual: Iterable[int], default: bool = False) 
     return {"sliding_window": window, "sliding_layers": layers}
 
 
-def llama_fields(fields: Fields) -> dict:
-    window = fields.take("sliding_window", None)
-    if window is not None or layers_of_kind(fields, "sliding_attention", ()):
-        fields.refuse("sliding_window", "is ignored by transformers' Llama; remove it if the model has no window")
-    return shared_fields(fields) | biases(fields)
-
-
 def mistral_fields(fields: Fields, **rope) -> dict:
     found = shared_fields(fields, **rope)
     all_layers = range(found["n_layer"])
@@ -272,11 +265,7 @@ def qwen3_moe_fields(fields: Fields) -> dict:
 
     step = fields.take("decoder_sparse_step", 1)
     dense = fields.take("mlp_only_layers", None) or []
-    if not isinstance(dense, list) or any(type(i) is not int for i in dense):
-        fields.refuse("mlp_only_layers", "is not a list of the numbers of layers")
     layers = [i for i in all_layers if i not in dense and (i + 1) % step == 0]
-    if 0 in (fields.take("num_experts", None), fields.take("num_local_experts", None)):
-        layers = []
     width = fields.take("moe_intermediate_size", 768)
     normalized = fields.take("norm_topk_prob", False)
     found |= experts(fields, layers, 128, 8, hidden_dim=width, normalized=normalized)
@@ -290,8 +279,6 @@ def smollm3_fields(fields: Fields) -> dict:
     interval = fields.take("no_rope_layer_interval", 4)
     if has_rope is None:
         has_rope = [int((i + 1) % interval > 0) for i in range(n_layer)]
-    if not isinstance(has_rope, list) or len(has_rope) < n_layer or not set(has_rope) <= {0, 1}:
-        fields.refuse("no_rope_layers", f"must have 0 or 1 for each of {n_layer} layers")
     without = tuple(i for i in range(n_layer) if not has_rope[i])
 
     if layers_of_kind(fields, "sliding_attention", ()) and not fields.take("use_sliding_window", False):
@@ -300,8 +287,6 @@ def smollm3_fields(fields: Fields) -> dict:
 
 
 def gemma3_fields(fields: Fields) -> dict:
-    if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        fields.refuse("hidden_activation", "is not supported; expected gelu_pytorch_tanh")
     found = shared_fields(fields, by_kind=True) | attention_bias(fields) | sliding_rope(fields)
     usual = all_but_every(fields.take("sliding_window_pattern", 6), found["n_layer"])
     found |= sliding_layers(fields, usual, default=True)
@@ -352,8 +337,6 @@ def granite_fields(fields: Fields) -> dict:
 def qwen35_fields(fields: Fields) -> dict:
     found = shared_fields(fields, own_keys=["partial_rotary_factor", "mrope_section", "mrope_interleaved"])
     usual = all_but_every(fields.take("full_attention_interval", 4), found["n_layer"])
-    if fields.take("attn_output_gate", True) is not True:
-        fields.refuse("attn_output_gate", "is not supported; expected true")
 
     net = DeltaNet(
         layers=layers_of_kind(fields, "linear_attention", usual),
@@ -371,10 +354,6 @@ def qwen35_moe_fields(fields: Fields) -> dict:
     found = qwen35_fields(fields)
     found["hidden_dim"] = fields.take("moe_intermediate_size", 512)  # no layer has an MLP besides the experts
     sizes = {"hidden_dim": found["hidden_dim"], "shared_dim": fields.take("shared_expert_intermediate_size", 512)}
-    # transformers ignores these.
-    for name, value in {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}.items():
-        if fields.take(name, value) not in (None, value):
-            fields.refuse(name, f"is not supported; expected {value}")
     return found | experts(fields, range(found["n_layer"]), 256, 8, **sizes)
 
 
@@ -686,7 +665,7 @@ RECORDS = [
     Family(
         "llama",
         ["LlamaForCausalLM"],
-        llama_fields,
+        lambda fields: shared_fields(fields) | biases(fields),
         gguf_architecture="llama",
         gguf_layout=PAIRED_GGUF_LAYOUT,
         gguf_experts=True,  # Mixtral

@@ -45,7 +45,7 @@ def hf_family(directory: Path) -> tuple[Family, Config]:
     fields.defaults = family.defaults
     try:
         config = family.read_fields(fields)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise UserError(f"{path} has a value of the wrong type or size: {error}") from None
     fields.finish()
     return family, make_config(path, **config)

@@ -149,26 +149,25 @@ class Session:
 
         Returns the answer.
         """
-        marks = self.mark_ids()
+        vocabulary = self.tokenizer.vocabulary
+        # The marks of thoughts are shown, unlike other special tokens.
+        marks = [i for i in vocabulary.special_ids if vocabulary.name(i) in self.thinking] if self.thinking else []
         context = () if self.template else request.prompt
         stream = TextStream(self.tokenizer, context, self.stop, marks)
         prompt_end = TextStream(self.tokenizer, shown_ids=marks).add(request.prompt[-8:], last=True)
         printer = AnswerPrinter(show, self.thinking, prompt_end, self.hides_thoughts)
-        answer = ""
-        shown = 0  # characters
+        pieces = []  # of the answer, that are not shown yet
 
         def on_token(token: int) -> bool:
-            nonlocal answer
             if token not in self.stop_ids:
-                answer += stream.add([token])
+                pieces.append(stream.add([token]))
             return stream.stopped
 
         # Not in on_token, where the error of a closed pipe would only end the request.
         def show_new(last: bool = False):
-            nonlocal shown
-            new = answer[shown:]
-            shown = len(answer)
-            printer.add(new, last)
+            text = "".join(pieces)
+            pieces.clear()
+            printer.add(text, last)
 
         request.on_token = on_token
         self.engine.add(request)
@@ -181,9 +180,9 @@ class Session:
         except KeyboardInterrupt:
             self.engine.cancel(request)
             self.engine.step()
-        answer += stream.add([], last=True)
+        pieces.append(stream.add([], last=True))
         show_new(last=True)
-        return answer
+        return printer.text
 
     def make_room(self, messages: list[dict]) -> list[int]:
         """The token ids of a conversation, up to where the next answer begins.
@@ -201,24 +200,16 @@ class Session:
                 prompt = self.encode(self.system, messages[dropped:])
 
         if len(prompt) > self.engine.length:
-            size = f"{len(prompt)} tokens, but the context holds {self.engine.length}; shorten it"
-            if dropped == len(messages) - 1:
-                raise UserError(f"the context is full: this message alone has {size}")
-            raise UserError(f"the context is full: with this message the conversation has {size}, or /reset")
-
+            raise UserError(
+                f"the context is full: this message and {counted(len(messages) - 1 - dropped, 'earlier message')} have "
+                f"{len(prompt)} tokens, but the context holds {self.engine.length}; shorten it, or /reset"
+            )
         if dropped > self.dropped:
             turns = counted((dropped - self.dropped) // 2, "turn")
-            text = f"(the context is full: dropped the oldest {turns}; --keep_all_turns refuses instead)"
-            print_status(text, dim=True)
+            line = f"(the context is full: dropped the oldest {turns}; --keep_all_turns refuses instead)"
+            print_status(line, dim=True)
             self.dropped = dropped
         return prompt
-
-    def mark_ids(self) -> list[int]:
-        """The special tokens that are marks of thoughts: they are shown, unlike other special tokens."""
-        if self.thinking is None:
-            return []
-        vocabulary = self.tokenizer.vocabulary
-        return [i for i in vocabulary.special_ids if vocabulary.name(i) in self.thinking]
 
     def regenerate(self, show: Callable[[str], None]) -> Request:
         """Answer the last message again, with another seed. UserError if there is none."""
@@ -328,11 +319,13 @@ class AnswerPrinter:
         self.show = show
         self.hides_thoughts = hides_thoughts
         self.search = ThoughtSearch(marks, marks is not None and prompt.rstrip().endswith(marks[0]))
+        self.text = ""  # all of the answer so far
         self.is_dim = False
         self.skips_space = False  # hidden thoughts were the last
 
     def add(self, text: str, last: bool = False):
         """Pass on this text of the answer. last: no more text follows."""
+        self.text += text
         for kind, part in self.search.add(text, last):
             is_thought = kind != "answer"
             if is_thought and self.hides_thoughts:

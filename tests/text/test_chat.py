@@ -315,10 +315,11 @@ def test_a_full_context(tiny_model, monkeypatch, capsys):
     assert len(session.turns) == 2 and len(session.turns[0].new_tokens) == 100 - 43 + 1, "the last token is not read"
     remarks = [line for line in err.splitlines() if line.startswith(("[", "error"))]
     assert remarks[0].endswith("context 100 of 100, full: the answer is cut]")
-    refusal = "error: the context is full: with this message the conversation has {} tokens, but the context holds 100"
-    assert remarks[1].startswith(refusal.format(43 + 58 + 1 + 4))
-    alone = "error: the context is full: this message alone has 103 tokens, but the context holds 100; shorten it"
-    assert remarks[2] == alone
+    refusal = (
+        "error: the context is full: this message and {} earlier messages have {} tokens, but the context holds 100"
+    )
+    assert remarks[1].startswith(refusal.format(2, 43 + 58 + 1 + 4))
+    assert remarks[2].startswith(refusal.format(0, 103))
     assert session.messages[0]["content"] == text_of(62), "a message that did not fit is not in the conversation"
 
 
@@ -338,7 +339,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(tiny, tiny_model,
     assert len(said) == 1 and 2 * int(said[0]) == session.dropped > 0, "not at every turn"
     assert len(session.messages) == 24, "the conversation itself is whole"
     before = session.dropped, list(session.messages)
-    with pytest.raises(UserError, match="this message alone has 407 tokens, but the context holds 350; shorten it"):
+    with pytest.raises(UserError, match="0 earlier messages have 407 tokens, but the context holds 350; shorten it"):
         session.ask(text_of(*([7] * 400)), quiet)
     assert (session.dropped, session.messages) == before
     session.reset()

@@ -93,7 +93,6 @@ def test_fields_about_experts(tmp_path, capsys):
     assert default == Experts(
         (0, 1), theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size, False
     )
-    assert read_fields(tmp_path, config, num_local_experts=0).experts is None
     assert read_fields(tmp_path, config, sliding_window=9).sliding_window is None
     assert read_fields(tmp_path, config, sliding_window=9, use_sliding_window=True).sliding_window == 9
 
@@ -115,12 +114,12 @@ def test_fields_about_experts(tmp_path, capsys):
 @pytest.mark.parametrize("family, fields, why", [
     ("qwen3_moe", {"num_experts_per_tok": 4}, "a token cannot use 4 of 3 experts"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "wrong type or size"),
-    ("qwen3_moe", {"mlp_only_layers": [1.5]}, "mlp_only_layers .* is not a list of the numbers of layers"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "wrong type or size"),
     ("qwen3_moe", {"norm_topk_prob": "no"}, "normalized must be true or false"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 changes"),
     ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "differs from use_sliding_window"),
     ("qwen35_moe", {"num_experts": 0}, "n_expert must be a positive integer"),
-    ("qwen35_moe", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
+    ("qwen35_moe", {"norm_topk_prob": False}, "norm_topk_prob = false changes"),
     ("mixtral", {"num_local_experts": None}, "n_expert must be a positive integer"),
     ("mixtral", {"kv_lora_rank": 512}, "kv_lora_rank = 512 changes"),
     ("mixtral", {"n_shared_experts": 1}, "n_shared_experts = 1 changes"),

@@ -50,7 +50,9 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
         "eos_token": tokens[eos_ids[0]] if eos_ids else None,
     }
     if kind == "llama":
-        files.settings |= {"added_tokens": added_tokens(fields, is_phi3(metadata)), "legacy": True}
+        about = f"{metadata.get('general.architecture')} {metadata.get('general.name')}".lower()
+        is_phi3 = "phi3" in about or "phi-3" in about  # as in llama.cpp
+        files.settings |= {"added_tokens": added_tokens(fields, is_phi3), "legacy": True}
 
     files.template = metadata.get("tokenizer.chat_template") or None
     files.tool_template = metadata.get("tokenizer.chat_template.tool_use") or None
@@ -114,12 +116,7 @@ def end_tokens(fields: dict) -> list[int]:
     tokens = fields["tokens"]
     named = [i for i in named_ends(fields) if i is not None]
     known = [i for i, kind in enumerate(fields["token_type"]) if kind in SPECIAL and tokens[i] in END_TOKENS]
-    ends = list(dict.fromkeys(named + known))
-    texts = {tokens[i] for i in ends}
-    if texts & {"<|return|>", "<|flush|>"} and texts & {"<|call|>", "<|calls|>"}:
-        # In this vocabulary an answer is several messages, and <|end|> ends each of them.
-        return [i for i in ends if tokens[i] != "<|end|>"]
-    return ends
+    return list(dict.fromkeys(named + known))
 
 
 def named_ends(fields: dict) -> list[int | None]:
@@ -148,7 +145,8 @@ def added_tokens(fields: dict, is_phi3: bool) -> list[dict]:
     """The tokens to look for before sentencepiece encodes the rest of a text, as in tokenizer.json.
 
     Tokens with spaces are left to sentencepiece, which also finds them beside other spaces.
-    is_phi3: most of these tokens take the white space after them. A GGUF file cannot say so.
+    is_phi3: most of these tokens take the white space after them. A GGUF file cannot say so. (The
+    tokenizer of Phi-4 is of another kind.)
     """
     added = []
     for i, (token, kind) in enumerate(zip(fields["tokens"], fields["token_type"])):
@@ -157,12 +155,6 @@ def added_tokens(fields: dict, is_phi3: bool) -> list[dict]:
             entry = {"id": i, "content": token, "rstrip": rstrip, "normalized": False}
             added.append(entry | {"special": kind in SPECIAL})
     return added
-
-
-def is_phi3(metadata: dict) -> bool:
-    """Whether a tokenizer of the kind llama is that of Phi-3. (Phi-4's is of another kind.)"""
-    name = str(metadata.get("general.name", "")).lower()
-    return metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
 
 
 # ---------------------------------------------------------------- byte-level BPE

@@ -44,8 +44,7 @@ def download(name: str) -> Path:
     except UserError:
         raise
     except Exception as error:
-        why = what_failed(error)
-        raise UserError(f"{repository} {why}; download it elsewhere and give its path") from None
+        raise UserError(f"{repository} {what_failed(error)}; download it elsewhere and give its path") from None
 
 
 def fetch(repository: str, format: str | None) -> Path:
@@ -134,30 +133,30 @@ def gguf_files(names: list[str], format: str | None, repository: str) -> list[st
     return parts
 
 
-def choose_gguf(names: list[str], format: str | None, where: str) -> str:
+def choose_gguf(names: list[str], format: str | None, repository: str) -> str:
     """The name of the GGUF file in a format, or the first name of a split model.
 
-    names: the files of a repository or a folder. where: its name, for messages.
+    names: the files of the repository.
     format: such as "Q4_K_M", in any case, or the name of a file. None: the first of PREFERRED that
     is there. A line says which file is taken if there is a choice. UserError if no file fits.
     """
     models = matching(names, "")
     if not models:
-        raise UserError(f"{where} has no GGUF file of a language model")
+        raise UserError(f"{repository} has no GGUF file of a language model")
     if format is None:
         found = [name for preferred in PREFERRED for name in matching(names, preferred)] or models
         if not matching(names, PREFERRED[0]):
-            print_status(printable(f"{where} has no {PREFERRED[0]}: {found[0]} is used"))
+            print_status(printable(f"{repository} has no {PREFERRED[0]}: {found[0]} is used"))
         return found[0]
 
     found = matching(names, format)
     if not found:
         texts = [text for name in models for text in FORMAT.findall(name.removesuffix(".gguf"))]
         formats = sorted({text.upper() for text in texts}) or models
-        raise UserError(f"{where} has no GGUF file in {format}; it has {', '.join(formats)}")
+        raise UserError(f"{repository} has no GGUF file in {format}; it has {', '.join(formats)}")
     if len(found) > 1:
         others = ", ".join(found[1:])
-        line = f"{where} has {len(found)} files in {format}: {found[0]} is used, and not {others}"
+        line = f"{repository} has {len(found)} files in {format}: {found[0]} is used, and not {others}"
         print_status(printable(line))
     return found[0]
 

@@ -89,20 +89,12 @@ def find_model(text: str) -> tuple[Path, str]:
     if short is not None:
         return find_short_name(short), text.lower()
 
-    name, _, format = text.rpartition(":")
-    folder = Path(os.path.expanduser(name))
-    if name and format and folder.is_dir():  # a repository was downloaded to a folder of this name
-        paths = [*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]
-        names = [path.relative_to(folder).as_posix() for path in paths]
-        path = folder / hub.choose_gguf(names, format, name)
-    elif hub.looks_like_hub_id(text):
-        path = hub.download(text)
-    else:
+    if not hub.looks_like_hub_id(text):
         raise UserError(
             f"{text} does not exist; a model is a path, a name on the hub (organization/name, or "
             f"organization/name:Q4_K_M for a GGUF file), or {', '.join(SHORT_NAMES)}"
         )
-
+    path = hub.download(text)
     if path.is_dir():
         return path, text.rpartition("/")[2]
     return path, gguf_name(path)

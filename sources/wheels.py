@@ -10,15 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import checkpoint
 from checkpoint import DEFAULT_NAME
-from cli import Progress, UserError, locked, print_status, progress_bar
+from cli import Progress, UserError, locked, print_status, progress_bar, repeating
 
 
 class Wheels(NamedTuple):
@@ -104,16 +102,14 @@ def download_wheel(requirement: str, wheel: Path, bar: Progress):
         command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-cache-dir"]
         command += ["--retries", "2", "--dest", folder, requirement]
         environment = os.environ | {"TMPDIR": folder}
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", env=environment)
-        try:
-            while process.poll() is None:
-                with suppress(FileNotFoundError):  # pip may delete a file meanwhile
-                    bar.n = min(folder_bytes(wheel.parent), bar.total)
-                time.sleep(0.1)
-        finally:
-            process.kill()
-        if process.returncode:
-            message = process.stderr.read().strip().rpartition("\n")[2]
+
+        def count():
+            bar.n = min(folder_bytes(wheel.parent), bar.total)
+
+        with repeating(count, 0.1, 0.1):
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+        if done.returncode:
+            message = done.stderr.strip().rpartition("\n")[2]
             raise UserError(f"pip could not download {requirement} ({message})")
         next(Path(folder).glob("*.whl")).rename(wheel)
 

@@ -228,12 +228,7 @@ class Session:
         if path.exists():
             read_conversation(path)
         text = json.dumps({"system": self.system, "messages": self.messages}, ensure_ascii=False, indent=2)
-        new = path.with_name(f".{path.name}.new")  # a full disk leaves the earlier file as it is
-        try:
-            new.write_text(text + "\n", encoding="utf-8")
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
 
     def load(self, path: Path):
         """Go on with the conversation of a file.
@@ -522,9 +517,6 @@ def read_line(prompt: str) -> str | None:
     """
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            if has_colours(sys.stdout):
-                # \001 and \002 enclose characters without width, which readline must not count.
-                prompt = f"\001\033[1m\002{prompt}\001\033[0m\002"
             line = input(prompt)
             write_history(line)
             return without_newline(line)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 from tqdm import tqdm
@@ -92,17 +93,22 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_standard_input() -> str:
+def read_standard_input(what: str, may_be_empty: bool = False) -> str:
     """All of standard input as one text, read as `read_text` reads a file.
 
-    The newline at its end is left out, because most programs add one.
+    The newline at its end is left out, because most programs add one. what: the option that asks
+    for standard input. UserError if it is empty, unless it may be.
     """
     if sys.stdin.isatty():
-        print_status("type the text, and end it with Ctrl-D on a line of its own")
+        print_status(f"{what}: type the text, and end it with Ctrl-D on a line of its own")
     try:
-        return without_newline(sys.stdin.buffer.read().decode("utf-8-sig"))
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"standard input cannot be read: {error}") from None
+        raise UserError(f"{what} cannot be read: {error}") from None
+    text = without_newline(text)
+    if not text and not may_be_empty:
+        raise UserError(f"{what} is empty")
+    return text
 
 
 def piped_text() -> str:
@@ -111,7 +117,7 @@ def piped_text() -> str:
     with suppress(OSError):  # standard input is not a file of the system
         is_device = stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)  # a terminal, or /dev/null
         if not is_device and select.select([sys.stdin], [], [], 0)[0]:
-            return read_standard_input()
+            return read_standard_input("standard input", may_be_empty=True)
     return ""
 
 
@@ -133,7 +139,8 @@ def run_command(main: Callable, print_error=lambda line: print(line, file=sys.st
     open_closed_streams()
 
     def fail(text: str) -> int:
-        print_error(f"{Path(sys.argv[0]).name}: error: {printable(text)}")
+        readable = text.encode("utf-8", "backslashreplace").decode()  # it may be invalid UTF-8
+        print_error(f"{Path(sys.argv[0]).name}: error: {printable(readable)}")
         return 2
 
     try:
@@ -161,7 +168,7 @@ def run_command(main: Callable, print_error=lambda line: print(line, file=sys.st
 
 
 def open_closed_streams():
-    """Open the null device for each standard stream that the parent process has closed."""
+    """Open the null device in the place of standard streams that the parent process has closed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # print(file=None) would write to stdout
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -183,11 +190,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         given = [with_underscores(one) for one in (sys.argv[1:] if args is None else args)]
-        found, unknown = self.parse_known_args(given, namespace)
-        if unknown:
-            similar = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
-            advice = "".join(f"; did you mean {option}?" for option in similar)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        for i, argument in enumerate(given):
+            name = argument.partition("=")[0]
+            is_known = " " in name or any(option.startswith(name) for option in self._option_string_actions)
+            if name.startswith("--") and not is_known:
+                values = takewhile(lambda one: not one.startswith("-"), given[i + 1 :])
+                similar = get_close_matches(name, self._option_string_actions, 1)
+                advice = "".join(f"; did you mean {option}?" for option in similar)
+                self.error(f"unrecognized arguments: {' '.join([argument, *values])}{advice}")
+        found = super().parse_args(given, namespace)
         named = vars(found).pop("named_model", None)  # see add_model_name
         if named is not None and found.checkpoint_path not in (None, named):
             self.error(f"{named!r} and --checkpoint_path {found.checkpoint_path!r} both name a model; name one")
@@ -197,6 +208,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the options)")
+
+    def _get_values(self, action, arg_strings):
+        if arg_strings == ["--"] and action.option_strings:
+            # The value of --stop=--, which argparse drops in Python 3.12 and older.
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return [value] if action.nargs == "+" else value
+        return super()._get_values(action, arg_strings)
 
 
 def with_underscores(argument: str) -> str:
@@ -228,7 +247,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action):
         default = action.default
-        if default is None or default is False or default == []:  # 0 is shown
+        if default is None or default is False or default == []:  # but 0 is shown
             return action.help
         return super()._get_help_string(action)
 
@@ -321,9 +340,9 @@ class Progress(tqdm):
         print_status(text)
 
 
-def counted(n: int, noun: str) -> str:
+def counted(n: int, what: str) -> str:
     """A number of things for people: "1 token", "2 tokens"."""
-    return f"1 {noun}" if n == 1 else f"{n} {noun}s"
+    return f"1 {what}" if n == 1 else f"{n} {what}s"
 
 
 def size_text(nbytes: int) -> str:

@@ -170,10 +170,7 @@ def read_texts(args) -> list[str]:
     """The prompts of the command line that are texts."""
     texts = list(args.prompt)
     if "-" in texts:
-        piped = read_standard_input()
-        if not piped:
-            raise UserError("--prompt - is empty")
-        texts[texts.index("-")] = piped
+        texts[texts.index("-")] = read_standard_input("--prompt -")
     elif args.piped:
         texts = [f"{text}\n\n{args.piped}" for text in texts] or [args.piped]
     texts += args.lines

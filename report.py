@@ -15,9 +15,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -200,7 +198,7 @@ def bytes_per_token(model: Transformer, timing) -> dict[str, float | None]:
 
 
 def expert_bytes_read(reads: WeightReads, timing) -> float:
-    """The bytes of experts that all decode steps have read, except in the MTP layer."""
+    """The bytes of experts that all decode steps have read, but for the layer that drafts tokens."""
     if not reads.experts:
         return 0.0
     counts = timing.expert_counts[:, -1].tolist()
@@ -239,7 +237,7 @@ def print_report(result: dict, timing, args):
         print_status(f"(cut at --max_new_tokens {args.max_new_tokens}, or at the end of the context)", dim=True)
     if args.report:
         settings = [f"{name} {value:g}" for name, value in args.params.recommended().items()]
-        print_status(f"\n{full_report(result)}\nsampling: {', '.join(settings)}")
+        print_status(f"\n{full_report(result, timing)}\nsampling: {', '.join(settings)}")
     else:
         print_status(short_report(result, timing, args.model.speculates), dim=True)
 
@@ -263,10 +261,8 @@ def short_report(result: dict, timing, asked: bool = False) -> str:
     elif asked or accepted:
         line += f", {accepted} of {proposed} drafted tokens accepted"
 
-    if result["prefill_tokens_per_s"] is not None and timing.prefill_tokens < FEW_TOKENS:
-        line += f"; prefill {1e3 * timing.prefill_s:.0f} ms"
-    elif result["prefill_tokens_per_s"] is not None:
-        line += f"; prefill {result['prefill_tokens_per_s']:.0f} tokens/s"
+    if result["prefill_tokens_per_s"] is not None:
+        line += f"; prefill {prefill_text(timing)}"
     line += f"; {size_text(result['peak_memory_bytes'])}"
     if "ranks" in result:
         line += f" on one of {result['ranks']} ranks"
@@ -275,24 +271,104 @@ def short_report(result: dict, timing, asked: bool = False) -> str:
     return line
 
 
-def full_report(result: dict) -> str:
-    """The measurements among the fields of --json, one in each line."""
-    return "\n".join(f"{path:<44} {value_text(path, value)}" for path, value in flat(result))
+def prefill_text(timing) -> str:
+    if timing.prefill_tokens < FEW_TOKENS:
+        return f"{1e3 * timing.prefill_s:.0f} ms"
+    return f"{timing.prefill_tokens / timing.prefill_s:.0f} tokens/s"
 
 
-def flat(fields: dict | list, start: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of each value in nested fields, except the samples; a path is like threads.decode.2."""
-    for name, value in enumerate(fields) if isinstance(fields, list) else fields.items():
-        if isinstance(value, dict | list) and name != "samples":
-            yield from flat(value, f"{start}{name}.")
-        elif value is not None and name != "samples":
-            yield f"{start}{name}", value
+def full_report(result: dict, timing) -> str:
+    """The numbers of --json in a few lines."""
+    line = f"load {result['load_s']:.2f} s, compile {result['compile_s']:.2f} s"
+    if result["time_to_first_token_s"] is not None:
+        line += f", first token {result['time_to_first_token_s']:.3f} s"
+    how = [result["device"], f"{result['kernels']} kernels", result["dtype"], f"torch {result['torch']}"]
+    lines = [f"{line} ({', '.join(how)})"]
+
+    formats = result["weight_bytes_by_format"]
+    if len(formats) > 1:
+        sizes = [f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()]
+        lines.append(f"weights: {', '.join(sizes)}")
+    if result["prefill_tokens_per_s"] is not None:
+        lines.append(f"prefill: {timing.prefill_tokens} tokens, {prefill_text(timing)}")
+        if timing.draft_prefill_s:
+            lines[-1] += f"; the draft model took {1e3 * timing.draft_prefill_s:.0f} ms more"
+    if result["decode_tokens_per_s"] is not None:
+        lines += decode_lines(result, timing)
+    if result["device"] == "cpu" and result["threads"]:
+        threads = threads_text(result["threads"])
+        lines.append(f"threads: {threads}{others_text(result['other_programs_cpus'])}")
+    if "speculation" in result:
+        speculation = result["speculation"]
+        steps = speculation["steps"] + speculation["plain_steps"]
+        lines += [draft_text(draft, steps) for draft in speculation["drafts"]]
+    if "ranks" in result:
+        lines.append(ranks_text(result, timing))
+
+    memory = f"peak memory {result['peak_memory_bytes'] / 1e6:.0f} MB"
+    lines.append(f"{memory}; {result['recompiles']} recompiles, {result['graph_breaks']} graph breaks")
+    return "\n".join(lines)
 
 
-def value_text(path: str, value: Any) -> str:
-    """A value of --json with its unit, which follows from its name."""
-    if path.endswith("bytes_per_s"):
-        return f"{value / 1e9:.1f} GB/s"
-    if "bytes" in path:
-        return f"{value / 1e6:.1f} MB"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def decode_lines(result: dict, timing) -> list[str]:
+    weights = result["weight_bytes_per_token"] / 1e6
+    kv = result["kv_bytes_per_token"] / 1e6
+    line = f"decode: {timing.decode_tokens} tokens, {result['decode_tokens_per_s']:.1f} tokens/s; "
+    line += f"each reads {weights:.1f} MB of weights and {kv:.1f} MB of KV cache"
+    if result["state_bytes_per_token"]:
+        line += f", and reads and writes {result['state_bytes_per_token'] / 2e6:.1f} MB of recurrent states"
+
+    used = result["bandwidth_bytes_per_s"] / 1e9
+    measured = result["read_bandwidth_bytes_per_s"] / 1e9
+    line += f": {used:.1f} GB/s"
+    if used <= measured:  # otherwise other programs slowed the measurement, or caches held weights
+        line += f", {used / measured:.0%} of the {measured:.1f} measured here"
+    if "experts" not in result:
+        return [line]
+
+    experts = result["experts"]
+    read = experts["expert_bytes_per_token"] / 1e6
+    total = experts["weight_bytes_total"] / 1e6
+    whose = " of a rank" if "ranks" in result else ""
+    about = f"experts: each token reads {read:.1f} MB of them; all weights{whose} have {total:.1f} MB. In a layer, "
+    about += f"the busiest expert has {experts['busiest_expert']:.1f} times its even share "
+    about += f"of {timing.decode_tokens} tokens, and {experts['unused_experts']:.1f} have none"
+    return [line, about]
+
+
+def ranks_text(result: dict, timing) -> str:
+    size = result["weight_bytes_per_rank"] / 1e6
+    line = f"{result['ranks']} ranks, each with {size:.1f} MB of weights"
+    share = result["communication_share"]  # may be above 1, where ranks share cores
+    if share is not None:
+        step_ms = timing.decode_s / timing.decode_steps * 1e3
+        line += f"; the all-reduces of a step take {share * step_ms:.2f} ms by themselves"
+        line += f", a step {step_ms:.2f}"
+    return line
+
+
+def draft_text(draft: dict, steps: int) -> str:
+    line = f"{draft['name']}: {draft['accepted_tokens']} of {draft['proposed_tokens']} "
+    line += f"proposed tokens accepted, in {draft['steps']} of {steps} steps"
+    if draft["share_of_time"] is not None:
+        line += f"; proposing took {draft['share_of_time']:.1%} of the time"
+    return line
+
+
+def threads_text(used: dict[str, dict[int, int]]) -> str:
+    """A text like "prefill 2, decode 2 (97%) or 1 (3%)".
+
+    used: kind of step -> number of threads -> number of steps.
+    """
+    kinds = []
+    for kind, steps in used.items():
+        total = sum(steps.values())
+        numbers = [str(n) if n_steps == total else f"{n} ({n_steps / total:.0%})" for n, n_steps in steps.items()]
+        kinds.append(f"{kind} {' or '.join(numbers)}")
+    return ", ".join(kinds)
+
+
+def others_text(cpus: float | None) -> str:
+    if cpus is None or cpus < 0.1:
+        return ""
+    return f"; other programs used {cpus:.1f} processors"

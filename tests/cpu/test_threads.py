@@ -12,6 +12,7 @@ from cpu.threads import CpuTimes, ThreadCount, Threads, powers_of_two
 from engine import Engine, EngineOptions, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels
+from report import others_text, threads_text
 from sampling import SamplingParams
 
 
@@ -380,6 +381,11 @@ def test_the_quota_is_read_about_once_a_second(system, monkeypatch):
     monkeypatch.setattr(threads, "usable_processors", lambda: reads.append(machine.now) or real())
     machine.run(Threads(), 10)
     assert 9 <= len(reads) <= 12
+
+
+def test_the_report_in_words():
+    assert threads_text({"prefill": {2: 1}, "decode": {2: 97, 1: 3}}) == "prefill 2, decode 2 (97%) or 1 (3%)"
+    assert [others_text(cpus) for cpus in (None, 0.04, 1.26)] == ["", "", "; other programs used 1.3 processors"]
 
 
 def test_trials_are_counted(two_threads):

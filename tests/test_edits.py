@@ -28,7 +28,8 @@ MODELS = {
     "mixers.recurrent.delta": "qwen35-grouped", "mixers.recurrent.gated": "qwen35-grouped",
     "mixers.recurrent.Short": "lfm2-biased",
     "mixers.recurrent.ConvState": "lfm2-biased", "mixers.recurrent": "qwen35-grouped", "mixers.experts": "qwen35-moe-5",
-    "layers.MatrixLayer": "mixtral-3", "layers.Linear.multiply_rows": "mixtral-3", "layers.Layer": "bloom-3", "layers.Router": "qwen35-moe-5",
+    "layers.MatrixLayer": "mixtral-3", "layers.Linear.multiply_rows": "mixtral-3", "layers.Layer": "bloom-3",
+    "layers.Router": "qwen35-moe-5",
     "kernels.layer_norm": "bloom-3", "kernels.alibi": "bloom-3", "model.Attention.normalize": "qwen3-gqa",
 }  # fmt: skip
 

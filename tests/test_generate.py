@@ -198,7 +198,7 @@ def test_a_prompt_from_standard_input(monkeypatch, data, prompt):
 
 
 @pytest.mark.parametrize("data, why", [
-    (b"\r\n", "--prompt - is empty"), (b"caf\xe9\n", "standard input cannot be read: 'utf-8' codec can't decode byte"),
+    (b"\r\n", "--prompt - is empty"), (b"caf\xe9\n", "--prompt - cannot be read: 'utf-8' codec can't decode byte 0xe9"),
 ])  # fmt: skip
 def test_standard_input_without_a_text_is_one_line(monkeypatch, data, why):
     standard_input(monkeypatch, data)
@@ -212,7 +212,7 @@ def test_standard_input_is_read_once_and_announced_at_a_terminal(monkeypatch, ca
             parse_arguments(args)
     standard_input(monkeypatch, b"typed\n", is_terminal=True)
     assert program.read_texts(parse_arguments(["--prompt", "-"])) == ["typed"]
-    assert capsys.readouterr().err == "type the text, and end it with Ctrl-D on a line of its own\n"
+    assert capsys.readouterr().err == "--prompt -: type the text, and end it with Ctrl-D on a line of its own\n"
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_what_is_no_pipe_is_not_read(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("args, why", [
-    (["--max_tokns", "3"], "unrecognized arguments: --max_tokns; did you mean --max_new_tokens?"),
+    (["--max_tokns", "3"], "unrecognized arguments: --max_tokns 3; did you mean --max_new_tokens?"),
     (["--temprature=2", "--quiet"], "unrecognized arguments: --temprature=2; did you mean --temperature?"),
     (["--zzz"], "unrecognized arguments: --zzz (--help"), (["a", "b"], "unrecognized arguments: b"),
     (["a", "--checkpoint_path", "b"], "'a' and --checkpoint_path 'b' both name a model; name one"),

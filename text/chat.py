@@ -228,7 +228,12 @@ class Session:
         if path.exists():
             read_conversation(path)
         text = json.dumps({"system": self.system, "messages": self.messages}, ensure_ascii=False, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
+        new = path.with_name(f".{path.name}.new")  # a full disk leaves the earlier file as it is
+        try:
+            new.write_text(text + "\n", encoding="utf-8")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
     def load(self, path: Path):
         """Go on with the conversation of a file.

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import stat
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
@@ -396,38 +397,59 @@ def announced(text: str):
 
 
 @contextmanager
-def locked(path: Path, activity: str):
+def locked(path: Path, what: str):
     """A context manager that holds a lock, which only one process can hold at a time.
 
-    The lock is on a file, which stays. A process that is killed releases it at once. activity: what a
+    The lock is on a file, which stays. A process that is killed releases it at once. what: what a
     process does that holds the lock, for the line that is printed if we have to wait long.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
-    with announced(f"waiting for another process that {activity}"):
-        held = FileLock(path).acquire()
-    with held:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=SILENT_S)
+    except Timeout:
+        with Stopwatch(f"waiting for another process that {what}"):
+            lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 class Stopwatch:
     """Measures the time of a with block, and prints on stderr what is being done.
 
     `with Stopwatch("compiling", "about a minute") as watch: ...` prints at the start "compiling
-    (about a minute) ...", and the total at the end, which is then in watch.seconds.
+    (about a minute) ...", on a terminal with a count of seconds, and the total at the end.
+    Afterwards watch.seconds is the total. On a narrow terminal the end of the hint is cut off.
     """
 
-    def __init__(self, activity: str, hint: str):
-        self.activity = activity
-        self.hint = hint
+    def __init__(self, what: str, hint: str = ""):
+        self.what = what
+        self.line = f"{what} ({hint})" if hint else what
         self.seconds = 0.0
+        self.ticks = nullcontext()
 
     def __enter__(self):
-        print_status(f"{self.activity} ({self.hint}) ...")
         self.start = time.perf_counter()
+        if sys.stderr.isatty():
+            self.ticks = repeating(self._show_seconds, 0.0, REFRESH_S)
+        else:
+            print_status(f"{self.line} ...")
+        self.ticks.__enter__()
         return self
+
+    def _show_seconds(self):
+        seconds = f" ... {time.perf_counter() - self.start:.0f} s"
+        room = max(0, shutil.get_terminal_size().columns - 1 - len(seconds))  # do not wrap the line
+        sys.stderr.write("\r\033[K" + self.line[:room] + seconds)
+        sys.stderr.flush()
 
     def __exit__(self, kind, error, traceback):
         self.seconds = time.perf_counter() - self.start
+        self.ticks.__exit__(None, None, None)
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\033[K")
         if kind is None:
-            print_status(f"{self.activity}: {self.seconds:.1f} s")
+            print_status(f"{self.what}: {self.seconds:.1f} s")

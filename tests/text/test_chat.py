@@ -525,14 +525,22 @@ class Stream(io.StringIO):
         return self.is_terminal
 
 
-def test_a_stopwatch_says_when_it_begins_and_ends(capsys):
-    """But no time of what was not finished."""
+def test_a_stopwatch_counts_in_one_line_that_fits_the_terminal(monkeypatch, capsys):
+    """Elsewhere it says when it begins and ends, but no time of what was not finished."""
     with Stopwatch("thinking", "about a minute") as watch:
         time.sleep(0.01)
     assert capsys.readouterr().err == "thinking (about a minute) ...\nthinking: 0.0 s\n" and watch.seconds > 0.01
-    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking", "an hour"):
+    with pytest.raises(KeyboardInterrupt), Stopwatch("thinking"):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err == "thinking (an hour) ...\n"
+    assert capsys.readouterr().err == "thinking ...\n"
+    monkeypatch.setattr(sys, "stderr", Stream(True))
+    monkeypatch.setattr(cli, "REFRESH_S", 0.02)
+    monkeypatch.setenv("COLUMNS", "30")
+    with Stopwatch("compiling decode", "about a minute or more"):
+        wait_until(lambda: sys.stderr.getvalue().count("\r") > 2)
+    *shown, end = sys.stderr.getvalue().split("\r\033[K")[1:]
+    assert shown[0] == "compiling decode (abo ... 0 s" and len(shown[0]) == 29
+    assert re.fullmatch(r"compiling decode: [\d.]+ s\n", end)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -43,13 +43,13 @@ class FixedThreads:
 class Backend:
     """What a model and the engine may rely on, as an Installer returns it.
 
-    The default is that of a device without kernels, on which everything runs as plain PyTorch.
+    The default is for a device without kernels, on which everything runs as plain PyTorch.
     """
 
     name: str = "torch"  # which kernels run
     # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
     run_blocks: Callable | None = None
-    # The same for the block of the layer that drafts tokens (mtp)
+    # The same for the block of the MTP layer
     run_draft: Callable | None = None
     # What mtp.DraftLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
     write_draft_keys: Callable | None = None
@@ -73,8 +73,7 @@ class Installer:
     end `finish` says what the model can rely on. In a model that is in memory already, each layer goes
     through `pack` only.
 
-    These defaults are those of a device without kernels; cpu/install.py and kernels_triton.py have
-    others.
+    These defaults are for a device without kernels; cpu/install.py and kernels_triton.py have others.
     """
 
     formats = ()  # the quantized formats that have kernels on this device (formats.FORMATS)

@@ -1,9 +1,9 @@
-"""Reads models from files: Checkpoint stands for a model in files of any kind.
+"""Models in files: Checkpoint stands for a model in files of any kind.
 
-Read down: Checkpoint; `read_weights`, the loop that fills a model with its weights; how a
-checkpoint directory (config.json, and model.safetensors in shards above 5 GB) is read, and written so
-that no crash leaves half of one: a directory is complete, or it does not exist. The files of sources/
-read GGUF files and Hugging Face directories.
+Read down: Checkpoint; `read_weights`, the loop that fills a model with its weights; how a checkpoint
+directory (config.json, and model.safetensors in shards above 5 GB) is read; Writer, which writes one
+so that it is complete or does not exist, even after a crash. The files of sources/ read GGUF files
+and Hugging Face directories.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 # The suffixes of a model's files. Other files of a directory may change while it is read.
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja")
-DRAFT_LAYER = "mtp."  # the names of the tensors of mtp.DraftLayer begin so
+DRAFT_LAYER = "mtp."  # the names of the MTP layer's tensors begin so
 OUR_FIELD = "n_kv_head"  # a field of our config.json that no other project's config.json has
 
 # ---------------------------------------------------------------- a model in files
@@ -66,7 +66,7 @@ class Checkpoint:
     open_weights: Callable[[Transformer], Any]
     read_tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
-    name: str = ""  # the model's name for users; "" means that of the path
+    name: str = ""  # the model's name for users; "" means the name of the path
     # The sampling settings that the model's files recommend: see sampling.recommended_params.
     recommended: dict = field(default_factory=dict)
     # The whole model on the meta device, if it was made to open the files. The first load takes it.
@@ -227,7 +227,7 @@ def tensor_dtypes(model: Transformer, dtype: torch.dtype) -> dict[str, torch.dty
 
 
 def layer_of(name: str) -> str:
-    """The module of a tensor. Those of the pieces of a formats.StackedLinear belong to the whole."""
+    """The module of a tensor. A piece of a formats.StackedLinear belongs to that StackedLinear."""
     module = name.rpartition(".")[0]
     return re.sub(r"(\.[a-z_]+)\.\d+$", r"\1", module)
 
@@ -255,7 +255,7 @@ def read_recommended(directory: Path) -> dict:
 
 
 class DirectoryWeights:
-    """The weights of a checkpoint directory. UserError if they are not exactly those of the model."""
+    """The weights of a checkpoint directory. UserError if the tensors are not exactly the model's."""
 
     is_mapped = True  # a tensor is a part of a mapped file
 
@@ -265,7 +265,7 @@ class DirectoryWeights:
         self.reader = SafetensorsReader()
 
     def read(self, name: str, part=None) -> torch.Tensor:
-        """The tensor with this name, or one rank's part of it (a tp.Slice). Its memory is that of the file."""
+        """The tensor with this name, or one rank's part of it (a tp.Slice), in the mapped file's memory."""
         return self.reader.read(self.files[name], name, part)
 
 
@@ -286,7 +286,7 @@ def read_config(directory: Path) -> Config:
 
 
 def can_draft() -> bool:
-    """Whether mixers/mtp.py is there. If it was deleted, models are read without the layer that drafts tokens."""
+    """Whether mixers/mtp.py is there. If it was deleted, models are read without their MTP layer."""
     try:
         return find_spec("mixers.mtp") is not None
     except ModuleNotFoundError:  # all of mixers/ was deleted
@@ -318,7 +318,7 @@ def make_config(path: Path, **fields) -> Config:
 
 
 def with_tuples(fields: dict) -> dict:
-    """Fields with tuples in the place of lists, because JSON knows only lists."""
+    """Fields with their lists turned into tuples, because JSON knows only lists."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
@@ -336,7 +336,7 @@ def safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 class SafetensorsReader:
-    """Reads tensors of safetensors files. The memory of a tensor is that of the mapped file.
+    """Reads tensors of safetensors files, which are mapped: a tensor needs no memory of its own.
 
     To open a file of 30,000 tensors, such as the matrices of many experts, takes 0.08 s, so a file
     stays open for the next tensor. But the pages of a mapping that were read stay in the process until
@@ -495,9 +495,10 @@ class Writer:
             remove_abandoned(self.target)
             free = shutil.disk_usage(self.target.parent).free
             if free < self.expected_bytes:
-                need = f"{self.expected_bytes / 1e9:.2f} GB"
-                has = f"{self.target.parent} has {free / 1e9:.2f} GB free"
-                raise UserError(f"{has}, but the checkpoint needs {need}")
+                raise UserError(
+                    f"{self.target.parent} has {free / 1e9:.2f} GB free, but the checkpoint needs "
+                    f"{self.expected_bytes / 1e9:.2f} GB"
+                )
             self.path.mkdir()
         except OSError as error:
             raise UserError(f"cannot write to {self.target.parent}: {error.strerror}") from None
@@ -549,8 +550,7 @@ class Writer:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            why = f"{error.strerror}; nothing was left behind"
-            raise UserError(f"cannot write {self.target}: {why}") from None
+            raise UserError(f"cannot write {self.target}: {error.strerror}; nothing was left behind") from None
         finally:
             for shard in self.shards:
                 with suppress(OSError):  # what is left in its buffer may not fit on the disk either

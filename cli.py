@@ -169,7 +169,7 @@ def run_command(main: Callable, print_error=lambda line: print(line, file=sys.st
 
 
 def open_closed_streams():
-    """Open the null device in the place of standard streams that the parent process has closed."""
+    """Open the null device for each standard stream that the parent process has closed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # print(file=None) would write to stdout
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -401,7 +401,7 @@ def locked(path: Path, what: str):
     """A context manager that holds a lock, which only one process can hold at a time.
 
     The lock is on a file, which stays. A process that is killed releases it at once. what: what a
-    process does that holds the lock, for the line that is printed if we have to wait long.
+    process does while it holds the lock, for the line that is printed if we have to wait long.
     """
     from filelock import FileLock, Timeout
 

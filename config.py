@@ -1,8 +1,8 @@
 """The hyperparameters of a model: Config, and its parts RopeScaling, DeltaNet, ShortConv and Experts;
 the checks of their values.
 
-Knows nothing of tensors. The letters are those of model.py: H query heads, K key/value heads, E
-head width, D model width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a
+Knows nothing of tensors. The letters are as in model.py: H query heads, K key/value heads, E head
+width, D model width, F hidden width, V vocabulary. A row is one sequence of tokens, such as a
 prompt and its answer.
 """
 
@@ -33,7 +33,7 @@ class RopeScaling:
     truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
     attention_factor: float = 1.0  # yarn, longrope: cos and sin are multiplied by it
     factors: tuple[float, ...] = ()  # factors, longrope: a divisor for each frequency
-    long_factors: tuple[float, ...] = ()  # longrope: those of rows longer than original_max_seq_length
+    long_factors: tuple[float, ...] = ()  # longrope: the factors for rows longer than original_max_seq_length
 
     def __post_init__(self):
         check_fields(self)
@@ -50,8 +50,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The sizes of a model's gated delta nets (mixers/recurrent.py), which are in the place of attention in
-    some of its layers.
+    """The sizes of a model's gated delta nets (mixers/recurrent.py), which replace attention in some of
+    its layers.
 
     Value head h reads with the queries and keys of key head h % n_key_head.
     """
@@ -97,8 +97,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class ShortConv:
-    """The sizes of a model's short convolutions (mixers/recurrent.py), which are in the place of attention
-    in some of its layers."""
+    """The sizes of a model's short convolutions (mixers/recurrent.py), which replace attention in some of
+    its layers."""
 
     layers: tuple[int, ...]  # the layers that have one
     conv_channels: int  # D, or a rank's part of it
@@ -117,10 +117,10 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Experts:
-    """The sizes of a model's sparse layers (mixers/experts.py): each has X small MLPs, the experts, in the
-    place of one large MLP, and each token uses a few of them.
+    """The sizes of a model's sparse layers (mixers/experts.py): each has X small MLPs, the experts,
+    instead of one large MLP, and each token uses a few of them.
 
-    The layer that drafts tokens (mtp) is sparse, too.
+    The MTP layer is sparse, too.
     """
 
     layers: tuple[int, ...]  # the sparse layers; the others have an MLP
@@ -165,10 +165,10 @@ class Config:
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     qk_norm_whole: bool = False  # OLMo 2: qk_norm is over all query heads together, and over all key heads
     attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
-    delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net in the place of attention
-    short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution in the place of attention
-    experts: Experts | None = None  # Mixtral, Qwen3-MoE: some layers have experts in the place of an MLP
-    mtp: bool = False  # Qwen3.5: one more layer drafts tokens (mixers/mtp.py)
+    delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net instead of attention
+    short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution instead of attention
+    experts: Experts | None = None  # Mixtral, Qwen3-MoE: some layers have experts instead of an MLP
+    mtp: bool = False  # Qwen3.5: there is an MTP layer, which drafts tokens (mixers/mtp.py)
 
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
@@ -189,7 +189,7 @@ class Config:
 
     # geglu: swiglu with tanh-GELU (Gemma); gelu: tanh-GELU without a gate (BLOOM)
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    # The kind of all norms but those of queries and keys; layer: LayerNorm with a bias (BLOOM)
+    # The kind of all norms except qk_norm; layer: LayerNorm with a bias (BLOOM)
     norm: Literal["rms", "layer"] = "rms"
     alibi: bool = False  # BLOOM: ALiBi's linear bias on the attention scores instead of RoPE
     embedding_norm: bool = False  # BLOOM: the embeddings are normalized
@@ -240,7 +240,7 @@ class Config:
 
     @property
     def recurrent(self) -> DeltaNet | ShortConv | None:
-        """The sizes of the layers that have a recurrent state in the place of keys and values."""
+        """The sizes of the recurrent token mixers; None if all layers have attention."""
         return self.short_conv if self.delta_net is None else self.delta_net
 
     def has_attention(self, layer: int) -> bool:
@@ -253,7 +253,7 @@ class Config:
         return self.n_layer - len(self.recurrent.layers if self.recurrent else ())
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts. The layer that drafts tokens is number n_layer."""
+        """Whether a layer has experts. The MTP layer is number n_layer."""
         return self.experts is not None and (layer in self.experts.layers or layer == self.n_layer)
 
     def window(self, layer: int) -> int | None:
@@ -291,8 +291,8 @@ class Config:
         return self.is_longrope and max_seq_length > self.short_context
 
     def for_rows_of(self, max_seq_length: int) -> "Config":
-        """This config, for rows of this many positions: with longrope, long factors may replace the
-        short ones."""
+        """This config, for rows of this many positions: with longrope, they decide between the short
+        and the long factors."""
         if not self.has_long_factors(max_seq_length):
             return self
         return replace(self, rope_scaling=replace(self.rope_scaling, factors=self.rope_scaling.long_factors))

@@ -37,8 +37,8 @@ class WeightReads(NamedTuple):
 
     def of_experts(self, tokens: float) -> float:
         """The expected bytes of experts of a pass over this many tokens, if each of them chooses its
-        experts at random. Several tokens read an expert once, so these are those of
-        X (1 - (1 - k / X)^tokens) experts in each sparse layer."""
+        experts at random. Several tokens read an expert once, so a pass reads
+        X (1 - (1 - k / X)^tokens) experts per sparse layer."""
         chosen = self.n_expert * (1 - (1 - self.n_active / self.n_expert) ** tokens)
         return chosen * sum(self.experts)
 
@@ -82,8 +82,8 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
 
     bound_tokens_per_s is the upper bound on a machine that reads `bandwidth` bytes per second.
     There are two FLOPs for each weight of a matrix, four for each element of a query and each
-    position that it attends to, and seven for each element of a gated delta net's matrices. Of
-    experts, those that a token uses count.
+    position that it attends to, and seven for each element of a gated delta net's matrices. Only
+    the experts that a token uses count.
     """
     model = empty_model(replace(config, mtp=False), quantization)
     model.activation_dtype = dtype
@@ -121,8 +121,8 @@ def multiplied_weights(model: Transformer) -> int:
 
 
 def total_weight_bytes(model: Transformer, dtype: torch.dtype, unpacked: bool = False) -> int:
-    """The bytes of all weights of a model on the meta device, if those that are not quantized get `dtype`.
-    unpacked: all quantized ones are unpacked to it."""
+    """The bytes of all weights of a model on the meta device, if weights that are not quantized get
+    `dtype`. unpacked: quantized weights are unpacked to it."""
     dtypes = tensor_dtypes(model, dtype)
     total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
     return total + unpacking_bytes(model, dtype) if unpacked else total

@@ -121,7 +121,7 @@ kernels.read_rows 7451ae906ce6 2070bba75877
 kernels.rms_norm 60da4cb713ec ba741bdf9e59
 kernels.softmax_attention aa3497f2960c 908cb56301a9
 kernels.visible_slots cf822fc0435d ea776688dc98
-kernels.zero_bad acd0668f819d 9d9607c2612a
+kernels.zero_bad 75764676a6ca 9d9607c2612a
 kernels.zero_unseen b577bc93063a 680d10a408e5
 layers.Embedding.forward 7e33a939599a 213273f054df
 layers.LayerNorm.forward eaa7b5e03d08 5a07b3d1f8eb
@@ -131,22 +131,22 @@ layers.MatrixLayer.multiply_expert c5ef583c3674 41bc847319b0
 layers.RMSNorm.forward cd19c72a6abf 11aa9cd73518
 layers.Router.forward 089eda3f4b72 4c54d1c039bb
 mixers.experts.SparseMLP.choose 40ca6603030f b7ae5daa0e0f
-mixers.experts.SparseMLP.count ac130769fbd6 88debef37853
+mixers.experts.SparseMLP.count 59d5267662a1 88debef37853
 mixers.experts.SparseMLP.forward 80c2da896614 006b492434e0
-mixers.experts.run_experts 209db5a08f01 b8b0369eedb8
+mixers.experts.run_experts f182baf70219 b8b0369eedb8
 mixers.mtp.DraftLayer.join f8ec4370faf4 6b7e69c173f5
-mixers.mtp.DraftLayer.read 899311f7c675 c872c4f488ba
-mixers.recurrent.ConvState.move_base 4cd64f02e06f 18e6f69248a5
+mixers.mtp.DraftLayer.read a84e3f13852e c872c4f488ba
+mixers.recurrent.ConvState.move_base 898f60e46378 18e6f69248a5
 mixers.recurrent.Convolution.forward 8472de3636de 928dddb0df92
 mixers.recurrent.Decay.forward a4186831abaa bbe093a01fcb
 mixers.recurrent.GatedDeltaNet.forward 9ed6fc1cf3fd 419236fc6b25
 mixers.recurrent.ShortConvolution.forward 53e6dc515daf baf0c36edb37
 mixers.recurrent.Tail.read_tail 1953204d2939 a7d06b1560aa
-mixers.recurrent.Tail.with_tail 47b56b2eefda acb89c7c7330
+mixers.recurrent.Tail.with_tail 8230dbd8da6d acb89c7c7330
 mixers.recurrent.Tail.write_tail f81707ed1e6e 7f37878b7be0
-mixers.recurrent.delta_chunks 1f50370028f9 1afac84a33ca
+mixers.recurrent.delta_chunks f7295955f535 1afac84a33ca
 mixers.recurrent.delta_tokens e117440feecc c44569c094a7
-mixers.recurrent.gated_delta dd88d7461137 67cdc3b467b1
+mixers.recurrent.gated_delta 4751d0ff61f5 67cdc3b467b1
 mixers.recurrent.gated_delta_torch c2848e8366f7 ef54e7dba264
 mixers.recurrent.outer 071d36748d1b 87cc9421ed6f
 mixers.recurrent.runs_of 6bd892d0feea 058b8489ffe8
@@ -172,13 +172,24 @@ sampling.top_mass 513d46e56477 4eaa7065098f
 """
 
 
+SET_ASIDE: dict[str, set[str]] = {}  # type of a device -> the operations that `set_aside` has removed
+
+
+def set_aside(known: set[str], device_type: str):
+    """Remove the operations that must not run from the known kernels of a type of device, and put back those
+    whose code is no longer edited. Called for each model: code may have been patched meanwhile."""
+    known |= SET_ASIDE.get(device_type, set())
+    SET_ASIDE[device_type] = known & unusable_operations()
+    known -= SET_ASIDE[device_type]
+
+
 def unusable_operations() -> set[str]:
     """The operations whose kernels must not run, because Python code that they stand for was edited.
     Prints a line for each function that was."""
     unusable = set()
     for name in recorded_fingerprints():
         # What nobody has imported does not run.
-        if module_of(name) not in sys.modules or not is_edited(name):
+        if sys.modules.get(module_of(name)) is None or not is_edited(name):
             continue
         operations = [operation for operation, names in STANDS_FOR.items() if name in names]
         unusable.update(operations)

@@ -1,7 +1,7 @@
 """The quantized formats: how weights are stored in few bits, and the layers that hold such weights.
 
-Read down: what a format consists of; the encoders; the table FORMATS; Quantization, which says how
-each matrix of a checkpoint is stored; the layers; `swap`, which puts these layers into a model.
+Read down: what a format consists of; the decoders; the encoders; the table FORMATS; Quantization,
+which says how each matrix of a checkpoint is stored; the layers; `swap`, which puts these layers into a model.
 Knows nothing of files.
 
 A weight matrix (N,C) has N rows (outputs) and C columns (inputs). Each row is divided into G groups
@@ -133,8 +133,8 @@ def decode_int4(parts: dict[str, Tensor], C: int) -> Decoded:
 #
 # Such a format has one part, the blocks of the file: uint8 (N, C / columns * bytes). Each block
 # begins or ends with float16 numbers. These functions get blocks (...,bytes) and return levels,
-# scales and mins of each block. The layouts are those of ggml-common.h of llama.cpp. The products
-# are exact in float32, so the weights equal those of the gguf package, to the bit.
+# scales and mins of each block. The layouts are from ggml-common.h of llama.cpp. The products
+# are exact in float32, so the weights equal the gguf package's, to the bit.
 
 
 def block_format(
@@ -428,7 +428,7 @@ class Quantization:
         if size:
             return Scheme(name, int(size))
         sizes = FORMATS[name].groupsizes
-        if len(sizes) == 1 and name != self.mode:  # GGUF's formats have one groupsize, whatever that of the mode is
+        if len(sizes) == 1 and name != self.mode:  # GGUF's formats have one groupsize, whatever the mode's groupsize is
             return Scheme(name, sizes[0])
         return Scheme(name, self.groupsize)
 
@@ -514,8 +514,8 @@ class QuantizedEmbedding(QuantizedLinear):
 
 
 class StackedLinear(nn.ModuleList):
-    """A linear layer whose outputs are those of several layers without bias, one after the other:
-    q, k and v, or gate and up, in different formats."""
+    """Several layers without bias as one linear layer, which concatenates their outputs: q, k and v,
+    or gate and up, in different formats."""
 
     columns = ()
 

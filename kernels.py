@@ -6,12 +6,11 @@ by the device of the tensors. Where a device has no kernel for an operation, the
 (Operations that only one kind of device has need no reference: without their kernels, they are not
 called.)
 
-Read down: which implementation runs, attention, linear layers and norms, the operations that only
-one kind of device has, top-k and top-p, noise, the AMX guard. Knows nothing of models or files.
+Read down: which implementation runs; attention; linear layers and norms; the gated delta rule (only
+its schema); the operations that only one kind of device has. Knows nothing of models or files.
 
 Shapes are named as in model.py: B batch rows, S new tokens, T slots of a cache row, H query heads,
 K key/value heads, E head width; N rows (outputs), C columns (inputs) and G groups of a matrix.
-
 """
 
 import math
@@ -28,7 +27,7 @@ LIBRARY = torch.library.Library("fastpath", "DEF")
 OPERATIONS = []  # the names of all operations
 KERNELS = {}  # type of a device -> the names of the operations that have kernels there: see find_kernels
 # With more new tokens per row, a pass is a prefill (it reads a prompt), for which a device may have
-# other products: on CPUs those of torch, if weights are not packed. (Which product multiplies
+# other products: on CPUs torch's own, if weights are not packed. (Which product multiplies
 # packed weights depends on all rows of x: see cpu/matmul.cpp.)
 MAX_DECODE_TOKENS = 16
 
@@ -242,8 +241,8 @@ def zero_unseen(k, v, visible):
 
 def zero_bad(q, k, v, visible):
     """q, k and v with zeros for all tokens and slots with numbers that are not finite, and for slots
-    that no token of a row sees. Also which tokens must have NaN in the place of their result, (B,S)
-    bool: those with such a query, and those that see such a slot.
+    that no token of a row sees. Also which tokens must have NaN as their result, (B,S) bool: tokens
+    whose query is not finite, and tokens that see a slot that is not finite.
 
     It is needed where tokens of a pass see different slots: see zero_unseen.
     """
@@ -255,8 +254,8 @@ def zero_bad(q, k, v, visible):
 
 
 def is_finite(x):
-    """Whether all numbers are finite. It may be False for finite numbers with a sum that is not: a sum
-    takes less time than a look at each number."""
+    """Whether all numbers are finite. It looks only at their sum, which takes less time, so it is also
+    False if the sum of finite numbers is not finite."""
     return math.isfinite(x.detach().sum(dtype=torch.float32))
 
 

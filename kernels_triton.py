@@ -55,7 +55,7 @@ import sampling
 from backend import FUSED_FIELDS, Backend, Installer, uses_only
 from cli import print_status
 from config import Config
-from edits import unusable_operations
+from edits import set_aside, unusable_operations
 from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repeat_groups
 from kernels import DELTA_WINDOW, KERNELS, LIBRARY, MAX_DECODE_TOKENS, find_kernels
 from layers import MatrixLayer
@@ -1790,7 +1790,7 @@ class TritonInstaller(Installer):
     def finish(self) -> Backend:
         model = self.model
         find_kernels("cuda")
-        KERNELS["cuda"] -= unusable_operations()
+        set_aside(KERNELS.get("cuda", set()), "cuda")
         backend = Backend(name="triton")
         if isinstance(model, Transformer):
             for block in model.all_blocks:

@@ -1,12 +1,12 @@
-"""The layers that a model is made of: Linear, Embedding, ExpertStack, RMSNorm, LayerNorm.
+"""The layers that a model is made of: Linear, Embedding, ExpertStack, Router, RMSNorm, LayerNorm.
 
-A layer says what its weights consist of (`Units`), so that other files can stack and split them
-without knowing what kind of layer it is in. TokenMixer and FeedForward are the two parts of a
-model.Block.
+Read down: Units, which say what the rows and columns of a weight matrix consist of, so that other
+files can stack and split a matrix without knowing what it is for; MatrixLayer and the layers with a
+matrix; the norms; TokenMixer and FeedForward, the two parts of a model.Block.
 
-Those of torch.nn are not used, because they initialize their weights. That takes time, and on the
-meta device it imports torch's compiler (1.2 s). These are built on the meta device, and a
-checkpoint's tensors are assigned to them.
+The layers of torch.nn are not used, because they initialize their weights. That takes time, and on
+the meta device it imports torch's compiler (1.2 s). The layers here are built on the meta device, and
+a checkpoint's tensors are assigned to them.
 
 Sources: RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450).
 """
@@ -58,7 +58,7 @@ class MatrixLayer(nn.Module):
     """
 
     stored_as: str | None = None  # the matrix's format, a name of formats.FORMATS; None if it is not quantized
-    n_expert = 1  # how many matrices of equal sizes stand one below the other: see ExpertStack
+    n_expert = 1  # how many matrices of equal sizes are stacked by rows: see ExpertStack
     # The matrices that are stacked in the rows (of each expert), and the units of each, in their order.
     # Empty if the rows are not divided into units.
     rows: Rows = ()
@@ -77,7 +77,7 @@ class MatrixLayer(nn.Module):
 
     def first_rows(self, n: int) -> "MatrixLayer | None":
         """A linear layer without bias that has the first n rows of the matrix, in the same memory. None
-        if they do not stand together there. n is a multiple of 16, or the number of rows."""
+        if these rows are not contiguous. n is a multiple of 16, or the number of rows."""
         return None
 
     def multiply_rows(self, x: Tensor, start: int, stop: int) -> Tensor:
@@ -127,8 +127,8 @@ class Embedding(Linear):
 
 
 class ExpertStack(Linear):
-    """A matrix (N,C) for each of X experts: one matrix (X*N,C), with an expert's rows after those of
-    the expert before it. So it is stored, quantized and split like any other matrix."""
+    """A matrix (N,C) for each of X experts, one below the other in a matrix (X*N,C), which is stored,
+    quantized and split like any other matrix."""
 
     def __init__(
         self, in_features: int, out_features: int, n_expert: int, rows: Rows = (), columns: Sequence[Units] = ()
@@ -139,7 +139,7 @@ class ExpertStack(Linear):
 
 
 class Router(MatrixLayer):
-    """x W^T in float32: the logits of experts, or of a gate."""
+    """x W^T in float32: the logits of the experts, or of the shared expert's gate."""
 
     bias = None
     is_float32 = True

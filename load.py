@@ -1,7 +1,8 @@
-"""From options to an engine: the checkpoint, the device, the kernels, the weights, the drafts.
+"""From options to an engine: the checkpoint, the plan, the drafts, the model, the kernels.
 
-Read down: `open_checkpoint`; `load_engine`; `load_model`; the kernels. The options are in options.py.
-The files of optional features are imported only if they are used.
+Read down: `open_checkpoint`; `load_engine`; LoadPlan, which decides everything before weights are
+read; the drafts; `load_model`; the kernels. The options are in options.py. The files of optional
+features are imported only if they are used.
 """
 
 import os
@@ -53,8 +54,9 @@ def find_checkpoint(name: str | None, dequantize: bool) -> Checkpoint:
     try:
         from sources.opening import open_named
     except ModuleNotFoundError as error:
-        what = f"{path} is not a checkpoint directory" if name else "the default model is a GGUF file"
-        raise UserError(f"{what}, and {error.name} is missing to read it") from None
+        if name:
+            raise UserError(f"{path} is not a checkpoint directory, and {error.name} is missing to read it") from None
+        raise UserError(f"the default model is a GGUF file, and {error.name} is missing to read it") from None
     return open_named(name, dequantize)
 
 
@@ -125,8 +127,8 @@ def load_engine(
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is loaded, and how. While a plan is made, everything is decided, and whatever is refused is
-    refused: before a byte of weights is read."""
+    """What is loaded, and how. Making a plan decides everything and finds all errors of options and
+    sizes, before a byte of weights is read."""
 
     checkpoint: Checkpoint  # without its MTP layer, if nothing drafts with it
     options: ModelOptions
@@ -190,8 +192,8 @@ def check_fits(whole: Transformer, options: ModelOptions, device: torch.device, 
 
 
 def with_used_layers(checkpoint: Checkpoint, options: ModelOptions, device: torch.device) -> Checkpoint:
-    """A checkpoint without its MTP layer if no draft uses that. UserError if --draft asks for it, and the
-    model has none."""
+    """A checkpoint, without its MTP layer if no draft uses it. UserError if --draft asks for an MTP layer
+    that the model lacks."""
     if "mtp" not in options.draft_kinds:
         is_used = options.drafts_by_default and device.type == "cpu"
         return checkpoint if is_used else checkpoint.without_mtp()
@@ -199,10 +201,15 @@ def with_used_layers(checkpoint: Checkpoint, options: ModelOptions, device: torc
         return checkpoint
     import mixers.mtp  # noqa: F401  if the file is missing, the error says so
 
-    has = "has no layer that drafts tokens, or one of another kind"
     if checkpoint.config.delta_net is None:
-        has = "has no layer that drafts tokens: only Qwen3.5 to 3.8 have one"
-    raise UserError(f"--draft mtp: {checkpoint.path} {has}; --draft prompt-lookup works with every model")
+        raise UserError(
+            f"--draft mtp: {checkpoint.path} has no layer that drafts tokens: only Qwen3.5 to 3.8 have one; "
+            "--draft prompt-lookup works with every model"
+        )
+    raise UserError(
+        f"--draft mtp: {checkpoint.path} has no layer that drafts tokens, or one of another kind; "
+        "--draft prompt-lookup works with every model"
+    )
 
 
 def is_own_draft(checkpoint: Checkpoint, options: ModelOptions) -> bool:
@@ -246,8 +253,8 @@ def make_speculation(drafts: list, speculate_k: int | str | None):
 
 
 def default_drafts(model: Transformer) -> list:
-    """Prompt lookup, and the model's layer that drafts tokens if it is loaded. None of them if their
-    files, which are optional, are missing."""
+    """Prompt lookup, and the MTP layer if it is loaded. Empty if the files of these drafts, which are
+    optional, are missing."""
     try:
         from drafts.mtp import MtpDraft
         from drafts.retrieval import RetrievalDraft
@@ -320,8 +327,7 @@ def choose_device(name: str | None) -> torch.device:
     """The device with this name, or the fastest one. UserError if it cannot be used."""
     name = fastest_device() if name is None else str(name)
     if name.split(":")[0] not in ("cpu", "cuda", "mps"):
-        known = "known are cpu, cuda, cuda:1 (and so on) and mps"
-        raise UserError(f"--device {name} cannot be used here: {known}")
+        raise UserError(f"--device {name} cannot be used here: known are cpu, cuda, cuda:1 (and so on) and mps")
     try:
         torch.zeros(1, device=name)
         return torch.device(name)
@@ -368,7 +374,7 @@ def install_kernels(
     the model.
 
     kernels, exact_activations: as in ModelOptions. With "torch", quantized weights stay as they are.
-    installer: by default that of the model's device.
+    installer: by default the one for the model's device.
     """
     if installer is None:
         installer = choose_installer(model.device, kernels)(model, kernels, exact_activations)

@@ -2,7 +2,8 @@
 
 Read down: WholeModel, Transformer, Block, Attention, KVCache, MLP, inputs. The hyperparameters are
 in config.py, the operations in kernels.py, the layers in layers.py, RoPE and ALiBi in positions.py.
-Layers that some models have besides are in mixers/recurrent.py, mixers/experts.py and mixers/mtp.py.
+mixers/ has what only some models have: recurrent.py the recurrent token mixers, experts.py the sparse
+layers with their router, mtp.py the MTP layer.
 Knows nothing of text, sampling, files or devices: kernels.py dispatches each operation to the
 kernel of the device.
 
@@ -85,11 +86,11 @@ class Transformer(nn.Module):
     prompts, speculation, continuous batching). Padding is on the right and has position -1.
 
     shard: a tp.Shard, for one rank's part of a split model. own_config has the sizes of this part,
-    config those of the whole.
+    config the sizes of the whole model.
     """
 
-    # The dtype of the activations. None: that of the norms' weights. (In some families these are
-    # always float32.)
+    # The dtype of the activations. None: the dtype of the norms' weights. (In some families these
+    # weights are always float32.)
     activation_dtype: torch.dtype | None = None
 
     def __init__(self, config: Config, shard=WHOLE_MODEL):
@@ -106,7 +107,7 @@ class Transformer(nn.Module):
         for layer in range(own.n_layer):
             self.blocks.append(Block(own, layer, ropes.index(own.rope(layer)), shard))
         self.norm = make_norm(own)
-        self.mtp = None  # the layer that drafts tokens: an mtp.DraftLayer
+        self.mtp = None  # the MTP layer: an mtp.DraftLayer
         if own.mtp:
             from mixers.mtp import DraftLayer
 
@@ -190,7 +191,7 @@ class Transformer(nn.Module):
 
     @property
     def all_blocks(self) -> list["Block"]:
-        """The blocks of the model, and that of the layer that drafts tokens."""
+        """The blocks of the model, then the block of the MTP layer, if there is one."""
         return [*self.blocks] if self.mtp is None else [*self.blocks, self.mtp.block]
 
     @property
@@ -201,7 +202,7 @@ class Transformer(nn.Module):
 
     @property
     def recurrent_states(self) -> list[nn.Module]:
-        """Those of `states` that cannot be cut at any position, so that snapshots of them are kept."""
+        """The recurrent states: they cannot be cut at any position, so snapshots of them are kept."""
         return [state for state in self.states if state.is_recurrent]
 
     def cache_bytes(self, rows: int, length: int, dtype: torch.dtype, snapshot_bytes: int | None = None) -> int:
@@ -218,7 +219,7 @@ class Transformer(nn.Module):
         Arguments as in cache_bytes."""
         from mixers.recurrent import snapshot_slots
 
-        # The draft layer is not needed, so its cache does not count.
+        # An MTP layer may be left out, so its cache does not count.
         kv_bytes = rows * T * position_bytes(self.own_config, dtype)
         if limit is not None:
             limit //= self.shard.ranks
@@ -238,8 +239,8 @@ class Transformer(nn.Module):
             self.snapshots.reuse(source_row, target_row, n)
 
     def offer_snapshot(self, row: int, unread: int):
-        """Say that a row has read a part of a prompt, with which later prompts may begin, too.
-        unread: how many tokens are left of the prompt, or of what it shares with others."""
+        """Say that a row has read the beginning of a prompt, which later prompts may share.
+        unread: how many tokens are left of the prompt, or of the part that prompts share."""
         if self.snapshots is not None:
             self.snapshots.offer(row, unread)
 
@@ -269,8 +270,8 @@ class Transformer(nn.Module):
         In a batch row positions are contiguous and padding (-1) is on the right. Several batch rows
         may name the same cache row: every layer writes all new keys and values before it reads any.
 
-        Returns the logits of each batch row's last real token, (B,V), or with all_logits those of
-        every token, (B,S,V). Those of padding are undefined. RuntimeError before setup_caches,
+        Returns the logits of each batch row's last real token, (B,V), or with all_logits the logits
+        of every token, (B,S,V). Logits of padding are undefined. RuntimeError before setup_caches,
         or without input_pos.
         """
         if input_pos is None or not self.cache_size[0]:
@@ -293,7 +294,7 @@ class Transformer(nn.Module):
         x = embedded
         ropes = self.positions.ropes(input_pos)
 
-        # All blocks as one operation: FusedBlocks of cpu/install.py, or that of kernels_triton.py.
+        # All blocks as one operation: FusedBlocks in cpu/install.py, fused_blocks in kernels_triton.py.
         backend = self.backend
         if backend.run_blocks is not None and x.shape[1] <= backend.max_fused_tokens:
             x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
@@ -318,8 +319,8 @@ class Transformer(nn.Module):
         return x
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets those of
-        all tokens."""
+        """The embeddings (B,S,D) of tokens (B,S). If the model is split, every rank gets the
+        embeddings of all tokens."""
         return self.shard.embed(self.embedding, self.own_config.vocab_size, tokens)
 
     def head(self, x: Tensor) -> Tensor:
@@ -424,7 +425,7 @@ class Attention(TokenMixer):
         self.scale = config.attention_scale or config.head_dim**-0.5
 
         H, K, E = config.heads
-        # Weight rows: q, then k, then v; a gate with the shape of q, if there is one, stands behind q.
+        # Weight rows: q, then its gate (of the same shape), if there is one, then k, then v.
         self.gate_heads = H if config.attention_gate else 0
         queries = Units("n_head", H, E)
         keys = Units("n_head", H, E, shared_by=H // K)
@@ -560,7 +561,7 @@ class KVCache(nn.Module):
 
 
 def position_bytes(config: Config, dtype: torch.dtype) -> int:
-    """The bytes of the keys and values of one position in all layers, but for that which drafts."""
+    """The bytes of the keys and values of one position in all layers except the MTP layer."""
     return config.attention_layers * layer_position_bytes(config, dtype)
 
 

@@ -58,8 +58,8 @@ class ModelOptions:
     draft_checkpoint_path: str | None = None
     draft: list[DraftOption | str] = field(default_factory=list)
     speculate_k: int | str | None = None
-    # Not a command-line option. True: prompt lookup and the model's layer that drafts tokens, if it has
-    # one, are the drafts where they cannot change a token.
+    # Not a command-line option. True: prompt lookup and the MTP layer, if the model has one, are the
+    # drafts where they cannot change a token.
     drafts_by_default: bool = False
     from_command_line: bool = field(default=False, compare=False)  # errors name options; otherwise fields
 
@@ -115,7 +115,7 @@ class ModelOptions:
 
     @property
     def heads_path(self) -> Path:
-        """The file of --draft medusa:FILE, by default that of the default model."""
+        """The file of --draft medusa:FILE, by default the heads of the default model."""
         paths = [draft.path for draft in self.draft if draft.kind == "medusa" and draft.path]
         return Path(os.path.expanduser(paths[0])) if paths else DEFAULT_HEADS
 
@@ -136,7 +136,7 @@ class ListModels(argparse.Action):
 
 
 def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
-    """Add the options that say which model is loaded, and how. Returns the method that adds others
+    """Add the options that say which model is loaded, and how. Returns the method that adds more options
     to the same group."""
     add = parser.add_argument_group("the model and the machine").add_argument
     what = (
@@ -156,7 +156,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
 
 
 def add_model_options(parser: argparse.ArgumentParser, default_length: str):
-    """Add the options of ModelOptions. default_length: that of --max_seq_length, in words."""
+    """Add the options of ModelOptions. default_length: the default of --max_seq_length, in words."""
     add = add_loading_options(parser)
     add("--max_seq_length", type=positive, help=f"KV cache positions per row; default: {default_length}")
     snapshots = (

@@ -96,7 +96,7 @@ class Positions(nn.Module):
     order; None with ALiBi. They are tables, because a compiled cosine differs from the eager one in
     the last bit.
     query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3), or None.
-    slopes: (H,) float32, those of ALiBi, or None.
+    slopes: (H,) float32, ALiBi's slopes, or None.
 
     The tables have T entries and not only one for each position, because padding (position -1)
     looks up the last.
@@ -117,7 +117,7 @@ class Positions(nn.Module):
         """cos and sin of positions (B,S) from each table, as `rotate` takes them: (B,S,1,E)
         float32. None with ALiBi.
 
-        A block takes those of its own table, ropes[block.rope_table].
+        A block takes ropes[block.rope_table], from its own table.
         """
         if self.rope_cos is None:
             return [None]

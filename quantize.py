@@ -46,7 +46,7 @@ GPTQ_BLOCK = 128  # columns that are quantized before the columns after the bloc
 SEQUENCES = 32  # the number of sequences of calibration text
 SEQUENCE_LENGTH = 512  # the number of tokens in each
 # An expert may have fewer inputs than columns. Then the adjustment would fit these inputs only: with
-# half as many independent inputs as columns, the error on other inputs was 1.6 times that of
+# half as many independent inputs as columns, the error on other inputs was 1.6 times the error of
 # rounding. So the Hessian is dampened by this share of its mean diagonal, with which it was 0.9
 # times (0.5 times for inputs with a decaying spectrum, as real ones are). With more inputs than
 # columns, the damping falls as 1 / inputs.
@@ -126,7 +126,7 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int) -> dict
 
 
 def replace_weight(weight: Tensor, parts: dict[str, Tensor], groupsize: int) -> dict[str, Tensor]:
-    """Replace a weight (N,C) by the one that parts of int4 stand for. Returns the parts."""
+    """Replace a weight (N,C) by the weight that int4 parts decode to. Returns the parts."""
     C = weight.shape[1]
     weight.copy_(FORMATS["int4"].unpack(parts, groupsize or C, C))
     return parts

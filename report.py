@@ -1,9 +1,9 @@
 """Measurements of a run: seconds and counts, bytes read per token, and the share of the machine's
 memory bandwidth.
 
-Read down: the bytes that a step reads; the roofline; measurements of the machine; the report of a
-run, as JSON fields and as text. Knows the model and what the engine has measured, nothing of text
-or of the command line.
+Read down: the roofline; measurements of the machine; the report of a run, as JSON fields and as
+text. Knows the model and what the engine has measured, nothing of text or of the command line.
+costs.py says how many bytes a step reads.
 
 Rates never mix prefill and decode and never include compilation, and a run under the profiler has
 no rates: all of these would be misleading numbers.
@@ -173,7 +173,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
     }
     if model.config.experts is not None:
         fields["experts"] = expert_numbers(model, timing)
-    if model.shard.ranks > 1:  # then each number of bytes is that of one rank
+    if model.shard.ranks > 1:  # then all numbers of bytes are for one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = None
         if has_rate and in_full:
@@ -198,7 +198,7 @@ def bytes_per_token(model: Transformer, timing) -> dict[str, float | None]:
 
 
 def expert_bytes_read(reads: WeightReads, timing) -> float:
-    """The bytes of experts that all decode steps have read, but for the layer that drafts tokens."""
+    """The bytes of experts that all decode steps have read, without the MTP layer."""
     if not reads.experts:
         return 0.0
     counts = timing.expert_counts[:, -1].tolist()

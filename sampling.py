@@ -1,7 +1,7 @@
 """From logits to probabilities to token ids. Each row has its own settings.
 
 Read down: SamplingParams (what a request asks for), Sampling (the settings of all rows as tensors),
-sample, the penalties, masks and filters. Knows nothing of models or text.
+`sample`, the penalties and filters, top-k and top-p, the noise. Knows nothing of models or text.
 
 The token that a row samples depends only on its logits, settings, seed and position: not on the
 other rows, nor on whether the code is compiled. Therefore the noise is a hash of (seed, position,
@@ -35,7 +35,7 @@ class SamplingParams:
 
     The repetition penalty (arXiv:1909.05858) changes the logits of tokens that occur in the prompt
     or the answer: it divides positive logits and multiplies negative ones. The frequency and
-    presence penalties are those of OpenAI's API: the first is subtracted from a token's logit once
+    presence penalties are as in OpenAI's API: the first is subtracted from a token's logit once
     for each occurrence in the answer, the second once if the token occurs in the answer at all.
     """
 
@@ -92,18 +92,18 @@ RANGES = {
 
 
 NEUTRAL = SamplingParams()
-# The settings of a request that names none, in all programs, where the model's files recommend nothing. With none of
-# those that were tried, models answer more of the questions of benchmarks/questions.py. Only the temperature is set, so
+# The settings of a request that names none, in all programs, where the model's files recommend nothing. No other
+# settings that were tried let models answer more questions of benchmarks/questions.py. Only the temperature is set, so
 # that a client that names one gets what it asks for.
 DEFAULTS = SamplingParams(temperature=0.3)
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def recommended_params(fields: dict) -> SamplingParams:
-    """The settings that a model's files recommend, and those of DEFAULTS that they do not name.
+    """The settings that a model's files recommend, completed from DEFAULTS.
 
-    fields: those of transformers' generation_config.json. If one of them is out of range, a warning is
-    printed, and all settings are those of DEFAULTS.
+    fields: the fields of transformers' generation_config.json. If a value is out of range, a warning is
+    printed, and the settings are DEFAULTS.
     """
     found = {name: fields[name] for name in RECOMMENDED if fields.get(name) not in (None, -1)}
     if fields.get("do_sample") is False:

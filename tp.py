@@ -1,8 +1,8 @@
 """Tensor parallelism: one model over several processes (ranks), each with a slice of every matrix.
 
-Read down: Shard, one rank's share of a model, in which each layer says what its rows and columns
-consist of (layers.Units); the checks whether a model can be split; `run_together` and Ranks, the
-processes that torchrun has started. This file knows nothing of text, and of no kind of layer.
+Read down: Slice and Shard, one rank's share of a model; the checks whether a model can be split;
+`run_together` and Ranks, the processes that torchrun has started. This file knows nothing of text,
+and of no kind of layer: each layer says what its rows and columns consist of (layers.Units).
 
 A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's
 input are split by outputs (column-parallel), so that each rank has whole heads and whole hidden
@@ -75,8 +75,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's share of a model. A split model has it as `model.shard`, where others have a
-    model.WholeModel."""
+    """One rank's share of a model. It is `model.shard` of a split model; a model that is not split has a
+    model.WholeModel there."""
 
     rank: int
     ranks: int
@@ -114,9 +114,9 @@ class Shard:
         """The key and value heads that this rank keeps, in the order of its part of n query heads, of
         which so many share one.
 
-        Each of them serves the same number of query heads. If neither the number of these heads nor
-        that of ranks is a multiple of the other, the ranks' ranges of query heads cut through groups,
-        and each query head gets its own copy of its key and value head.
+        Each of them serves the same number of query heads. If neither the number of key and value heads
+        nor the number of ranks is a multiple of the other, the ranks' ranges of query heads cut through
+        groups, and each query head gets its own copy of its key and value head.
         """
         heads = [head // shared_by for head in self.own(n)]
         K = n // shared_by
@@ -190,8 +190,8 @@ class Shard:
         return ops.wait_tensor(ops.all_reduce(x, "sum", self.group))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over a dimension of which each rank has an equal part. (If some key heads are on
-        several ranks, then all of them are, each on the same number of ranks.)"""
+        """RMSNorm over a dimension of which each rank has an equal part. (If one key head is on
+        several ranks, then each of them is, on the same number of ranks.)"""
         mean = self.all_reduce(x.float().square().mean(-1, keepdim=True)) / self.ranks
         return (x.float() * torch.rsqrt(mean + eps) * weight).to(x.dtype)
 

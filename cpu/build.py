@@ -21,11 +21,11 @@ import torch
 
 import sampling  # noqa: F401 (declares two of the operations)
 from cli import Stopwatch, UserError, locked, print_status
-from edits import unusable_operations
+from edits import set_aside
 from kernels import KERNELS, find_kernels
 
 SOURCES = Path(__file__).resolve().parent
-FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and those of an InstructionSet
+FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and the flags of an InstructionSet
 FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
 
 # ---------------------------------------------------------------- the instruction sets
@@ -88,14 +88,13 @@ def choose_instruction_set(kernels: str) -> InstructionSet:
 
 
 def load_kernels(kernels: str = "auto") -> bool:
-    """Build the kernels if no build is cached, and load those of choose_instruction_set(kernels). A
+    """Build the kernels for choose_instruction_set(kernels) if no build is cached, and load them. A
     process has only one set of kernels. If they cannot run, print the reason and return False."""
     if LOADED and not LOADED[0].name.startswith(kernels) and kernels != "auto":
         raise UserError(f"--kernels {kernels}: this process has loaded those for {LOADED[0].name} already")
     is_loaded = bool(LOADED) or try_to_load(kernels)
     if is_loaded:
-        find_kernels("cpu")
-        KERNELS["cpu"] -= unusable_operations()  # looked at for each model: code may have been patched meanwhile
+        set_aside(KERNELS["cpu"], "cpu")
     return is_loaded
 
 
@@ -122,6 +121,7 @@ def try_to_load(kernels: str) -> bool:
     FORMATS_WITH_KERNELS.update(functions.format_names().decode().split())
     if misfits := functions.register_kernels().decode():
         print_status(f"kernels in cpu/ do not fit their schemas in Python, so the references run: {misfits}")
+    find_kernels("cpu")
     LOADED.append(chosen)
     allow_amx()
 

@@ -1,7 +1,7 @@
 """Makes a model use the C++ kernels of this folder, for x86 processors with AVX-512 or AVX2 under Linux.
 
 Read down: CpuInstaller, which packs a model's layers one after the other; FusedBlocks, which runs
-all blocks as one operation; DraftKeys, the same for a part of the layer that drafts tokens.
+all blocks as one operation; DraftKeys, which writes the keys and values of the MTP layer.
 layers.py has the packed layers, build.py the build; kernels.py says what each operation computes.
 
 Decoding is memory-bound: its speed is limited by reading the weights. torch's own products with one

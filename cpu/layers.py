@@ -29,7 +29,7 @@ class Registered:
     its own."""
 
     def keep(self, release: Callable, handles: list[int], *arguments):
-        """release: the operation that releases the handles. arguments: those of the class."""
+        """release: the operation that releases the handles. arguments: of the class."""
         self.arguments = arguments
         weakref.finalize(self, release, handles).atexit = False
 
@@ -71,7 +71,7 @@ class PreparedExperts(Registered):
         self.handle = torch.ops.fastpath.prepare_experts(  # the experts keep the layers
             router.handle, gate_up.handle, down.handle, shared_gate_up, shared_down, X, k, normalized, dtype
         )
-        # The arguments are not the SparseMLP: a copy of that contains this copy.
+        # The SparseMLP itself is no argument: its copy contains a copy of this object.
         self.keep(torch.ops.fastpath.release_experts, [self.handle], layers, X, k, normalized, dtype)
 
     def __call__(self, x: Tensor, input_pos: Tensor, counts: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class PackedLinear(MatrixLayer):
 
 
 class FirstRows(MatrixLayer):
-    """The first n rows of a PackedLinear, in its memory: blocks of 16 rows stand one after the other."""
+    """The first n rows of a PackedLinear, in its memory: blocks of 16 rows follow each other there."""
 
     def __init__(self, layer: PackedLinear, n: int):
         super().__init__(layer.in_features, n)
@@ -172,7 +172,7 @@ def packed_rows(plain: MatrixLayer) -> int:
 
 
 def pad_experts(part: Tensor, n_expert: int) -> Tensor:
-    """A part of a quantized matrix, with rows of zeros after those of each expert up to a whole block."""
+    """A part of a quantized matrix, with the rows of each expert padded with zeros to whole blocks."""
     if n_expert == 1:
         return part.contiguous()
     rows = part.view(n_expert, -1, part.shape[1])  # (X,N,...)

@@ -272,7 +272,7 @@ def follow_quota(before: float) -> float:
     """If the usable processors are not as many as before, change the number of threads. Returns
     usable_processors().
 
-    The number stays if OMP_NUM_THREADS is set. torchrun sets it for all ranks, so theirs stays, too:
+    The number stays if OMP_NUM_THREADS is set. torchrun sets it for all ranks, whose number stays, too:
     they must change it in the same step, because the results of some steps depend on it.
     """
     usable = usable_processors()
@@ -288,7 +288,7 @@ def usable_processors() -> float:
 
     A line of /proc/self/cgroup is number:controllers:path. Version 2 of cgroups names no controllers,
     and is mounted at /sys/fs/cgroup, or at unified/ beside version 1. In a container, the path may be
-    that of the host: then the limits are at the mount, which is one of the path's parents here.
+    the host's path: then the limits are at the mount, which is one of the path's parents here.
     Source: the Linux kernel's cgroup-v2.rst and sched-bwc.rst.
     """
     limits = [float(processors())]

@@ -1,7 +1,7 @@
 """Sparse layers: a router chooses a few small MLPs, the experts, for each token.
 
     logits = router x, one for each of X experts, in float32
-    the k experts with the largest logits are chosen; of equal logits, those of the lower numbers
+    the k experts with the largest logits are chosen; of equal logits, the experts with lower numbers
     weights = softmax(logits) of the chosen experts; in most families divided by their sum
     y = the sum of weight * MLP(x) over the chosen experts, in the order of their logits
     y += sigmoid(gate x) * MLP(x) of the shared expert, if there is one
@@ -115,7 +115,7 @@ class SparseMLP(FeedForward):
         """Add the experts of a pass to `counts`."""
         used = torch.where(ids >= 0, ids, self.X).flatten()
         tokens = torch.zeros_like(self.counts).scatter_add(0, used, torch.ones_like(used))
-        tokens[self.X] = (tokens[: self.X] > 0).sum()  # replaces the number of padding
+        tokens[self.X] = (tokens[: self.X] > 0).sum()  # replaces the number of padding choices
         self.counts.add_(tokens)
 
 
@@ -137,7 +137,7 @@ def run_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: int, few: bool) 
     M, k = ids.shape
     order = ids.flatten().argsort(stable=True)  # the choices of a token have the numbers token * k + i
     counts = (ids.flatten() + 1).bincount(minlength=experts.X + 1).tolist()
-    start = counts.pop(0)  # those of padding
+    start = counts.pop(0)  # the number of padding choices
 
     outputs = x.new_zeros(M * k, x.shape[1])
     for e, count in enumerate(counts):

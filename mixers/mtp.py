@@ -1,13 +1,13 @@
-"""The layer of Qwen3.5 that drafts tokens: multi-token prediction.
+"""The MTP layer of Qwen3.5 (multi-token prediction), which drafts tokens.
 
 The model's last hidden state h(p), of the token x(p) at position p, gives the next token, x(p+1).
-The draft layer then takes both and gives the token after it:
+The MTP layer then takes both and gives the token after it:
 
     z(p) = proj [norm(embedding of x(p+1)), norm(h(p))]
     y(p) = norm(block(z(p))), where the block is one of the model's, with attention over z(0) ... z(p)
     the model's own output head gives the logits of x(p+2) from y(p)
 
-For a further token, the layer takes y(p) in the place of the hidden state, and the token that it has
+For a further token, the layer takes y(p) instead of the hidden state, and the token that it has
 drafted.
 
 The keys and values of z(0) ... z(p) are in a KV cache of the layer's own. They cannot be made again
@@ -30,7 +30,7 @@ from mixers.recurrent import Tail
 
 
 class DraftLayer(nn.Module):
-    """Drafts the token after the next one. Shapes as in model.py."""
+    """The MTP layer: drafts the token after the next one. Shapes as in model.py."""
 
     def __init__(self, config: Config, block: nn.Module):
         """block: a model.Block with attention."""
@@ -51,7 +51,9 @@ class DraftLayer(nn.Module):
         if backend.write_draft_keys is not None and hidden.shape[1] <= backend.max_fused_tokens:
             return backend.write_draft_keys(self, embedded, hidden, input_pos, rows)
 
-        before = self.hidden.with_tail(hidden, input_pos, rows)[:, :-1]  # each token's is that of the token before it
+        before = self.hidden.with_tail(hidden, input_pos, rows)[
+            :, :-1
+        ]  # for each token, the state of the token before it
         z = self.join(embedded, before)
         h = self.block.attention_norm(z)
         # The first token of a row has no hidden state before it: its pair goes to the scratch slot.

@@ -1,9 +1,9 @@
-"""Layers that remember a row in a state of fixed size, in the place of keys and values.
+"""Recurrent token mixers: instead of keys and values, they keep a state of fixed size for each row.
 
-Read down: the layers GatedDeltaNet (Qwen3.5) and ShortConvolution (LFM2); the convolution of both,
-and the decay; Tail, ConvState and DeltaState, what they remember; Snapshots, the copies of states
-from which later prompts go on; `gated_delta`, the delta rule, which docs/hybrid.md explains. Its schema
-is in kernels.py. A model without such layers needs nothing of this file.
+Read down: the mixers GatedDeltaNet (Qwen3.5) and ShortConvolution (LFM2); the convolution of both,
+and the decay; their states Tail, ConvState and DeltaState; Snapshots, the copies of states from
+which later prompts go on; `gated_delta`, the delta rule, which docs/hybrid.md explains. Its schema
+is in kernels.py. A model with attention only needs nothing of this file.
 
 Shapes are explained in model.py. n key heads of width dk have the queries and keys, m value heads
 of width dv the values.
@@ -108,7 +108,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 class ShortConvolution(RecurrentMixer):
-    """A short convolution with a gate before it and one behind it: like attention, but a token sees
+    """A short convolution with a gate before it and one after it: like attention, but a token sees
     only the latest few tokens."""
 
     name = "short_conv"
@@ -188,7 +188,7 @@ class Tail(nn.Module):
         self.before = before
 
     def shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and the dtype of each tensor, for one row. dtype: that of the vectors."""
+        """The shape and the dtype of each tensor, for one row. dtype: the dtype of the vectors."""
         return {"tail": ((DELTA_WINDOW + self.before + 1, self.channels), dtype)}
 
     def snapshot_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -197,7 +197,7 @@ class Tail(nn.Module):
 
     def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
         """Make the states of R rows, of any number T of positions. zeros(shape, dtype=...) makes the
-        tensors. dtype: that of the vectors."""
+        tensors. dtype: the dtype of the vectors."""
         for name, (shape, kind) in self.shapes(dtype).items():
             self.register_buffer(name, zeros((R, *shape), dtype=kind), persistent=False)
 
@@ -232,8 +232,8 @@ class Tail(nn.Module):
         return torch.where((positions >= 0)[..., None], found, 0)
 
     def with_tail(self, x: Tensor, input_pos: Tensor, rows: Tensor) -> Tensor:
-        """The new vectors x (B,S,channels), behind those before them: (B,before+S,channels). Keeps
-        the new ones."""
+        """The earlier vectors, then the new ones x (B,S,channels): (B,before+S,channels). Keeps the
+        new ones."""
         S = x.shape[1]
         if S <= MAX_DECODE_TOKENS:  # several batch rows may have tokens of the same row: all are written first
             self.write_tail(x, input_pos, rows)
@@ -288,8 +288,8 @@ class ConvState(Tail):
         return self.net.conv_width * self.channels * dtype.itemsize
 
     def move_base(self, input_pos: Tensor, rows: Tensor):
-        """Set the base of the rows of a pass over positions (B,S) of rows (B,). (That of a DeltaState
-        is set by mixers.recurrent.gated_delta.)
+        """Set the base of the rows of a pass over positions (B,S) of rows (B,). (For a DeltaState,
+        mixers.recurrent.gated_delta sets it.)
 
         RuntimeError if a row cannot go on at its position, as in mixers.recurrent.gated_delta. This is
         checked on CPUs only: elsewhere it would wait for the device.
@@ -317,8 +317,8 @@ class DeltaState(ConvState):
     """The state of one gated delta net: R rows.
 
     matrix (R,m,dk,dv): each row's tokens before its base. keys (R,W,n,dk), deltas (R,W,m,dv) and
-    decays (R,W,m): the updates of the W = DELTA_WINDOW tokens from there on, which the next pass
-    adds as far as their tokens were accepted (mixers.recurrent.gated_delta). All are float32.
+    decays (R,W,m): the updates of the W = DELTA_WINDOW tokens from there on, of which the next pass
+    applies the accepted ones (mixers.recurrent.gated_delta). All are float32.
     """
 
     def shapes(self, dtype):
@@ -362,7 +362,7 @@ def snapshot_slots(
 
     limit: the bytes for them, in all layers. By default as many bytes as the keys and values of all
     rows have (kv_bytes), but at least SNAPSHOTS_PER_ROW snapshots for each row, and no more than one
-    for SNAPSHOT_POSITIONS positions: those of a short convolution are small.
+    for SNAPSHOT_POSITIONS positions: snapshots of short convolutions are small, and would be many.
     """
     size = sum(state.snapshot_bytes(dtype) for state in states)
     if limit is not None:
@@ -395,7 +395,7 @@ class Snapshots:
     """
 
     def __init__(self, states: list[Tail], slots: int, rows: int):
-        """states: those of all layers; the first is a ConvState."""
+        """states: the recurrent state of each layer; the first is a ConvState."""
         self.states = states
         self.rows: list[list[Snapshot]] = [[] for _ in range(rows)]  # of each row
         self.free = list(range(slots))
@@ -459,7 +459,7 @@ class Snapshots:
                 self.free.append(snapshot.slot)
 
     def _take_slot(self) -> int | None:
-        """A free slot; if there is none, that of the snapshot that is worth least."""
+        """Returns a free slot. If there is none, evicts a snapshot."""
         if not self.free:
             held = {snapshot for snapshots in self.rows for snapshot in snapshots}
             if not held:  # there is no memory for any
@@ -478,7 +478,7 @@ def gated_delta(q, k, v, log_decay, beta, state, input_pos, rows):
     """The gated delta rule (arXiv:2412.06464): each token updates a matrix for each value head, and
     reads it.
 
-    q, k: (B,S,n,dk) float32, for n key heads; q is scaled. Value head h has those of key head h % n.
+    q, k: (B,S,n,dk) float32, for n key heads; q is scaled. Value head h uses key head h % n.
     v: (B,S,m,dv) float32, for m value heads. log_decay, beta: (B,S,m) float32.
     state: a recurrent.DeltaState, which is written.
     input_pos: (B,S) int64, the position of each token in its own row. -1 is padding, which changes
@@ -492,10 +492,10 @@ def gated_delta(q, k, v, log_decay, beta, state, input_pos, rows):
     This reads like one step of online least squares: k^T M is what the matrix predicts for the key
     k, and the step moves it towards v by the fraction beta (k has length 1).
 
-    The update is late. A row's matrix holds its tokens before the position `base`. The up to
-    DELTA_WINDOW tokens from there on are pending: they have been read, but their updates (key, delta
-    beta (v - k^T M), and decay) are stored beside the matrix. A pass that begins at position p
-    first adds the p - base pending updates before p. So a pass may go on at any position from `base`
+    Updates are applied in the next pass. A row's matrix holds its tokens before the position `base`.
+    Up to DELTA_WINDOW tokens from there on are pending: they have been read, but their updates (key,
+    delta beta (v - k^T M), and decay) are stored beside the matrix. A pass that begins at position p
+    first applies the p - base pending updates before p. So a pass may go on at any position from `base`
     on, as it does after drafted tokens were rejected, and a pass that is repeated gives the same
     result. Position 0 begins with zeros. RuntimeError if a pass begins before `base`, or skips
     tokens.
@@ -613,7 +613,7 @@ def delta_chunks(M, q, k, v, log_decay, beta):
         wanted = b * (V - scale * (K @ M))
         deltas = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # (m,n,dv)
         y = scale * (Q @ M) + ((Q @ K.mT) * ratio) @ deltas
-        if not is_finite(y):  # 0 * NaN is NaN, so NaN of a token has reached those before it
+        if not is_finite(y):  # 0 * NaN is NaN, so NaN of a token has reached the tokens before it
             out[chunk], M, all_deltas[chunk] = delta_tokens(M, *[x[chunk] for x in (q, k, v, log_decay, beta)])
             continue
         M = scale[:, -1:] * M + K.mT @ (ratio[:, -1, :, None] * deltas)

@@ -1,11 +1,11 @@
-"""Turns the tensors of a file of another project into those of our model: names, rows, order.
+"""Turns the tensors of another project's file into our model's tensors: names, rows, order.
 
 The file is a GgufFile or an HfFiles, which read tensors by the names in the file. AssembledWeights
 knows from the model which of them are needed and in which shapes, and stacks q, k, v and gate, up,
 and the matrices of experts.
-A tensor that is left over, missing or of the wrong shape is refused by name, but for those of a
-layer that only drafts tokens: without it, the model is the same. families.py says how the tensors
-of each family are called.
+A tensor that is left over, missing or of the wrong shape is refused by name, except the tensors of an
+MTP layer, which only drafts: without it, the model is the same. families.py says how the tensors of
+each family are called.
 """
 
 import dataclasses
@@ -116,8 +116,8 @@ def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
 def with_mtp_layer(path: Path, config: Config, layout: Layout, found: dict[str, tuple]) -> Transformer:
     """The model on the meta device, with its MTP layer if the file has the layer's tensors.
 
-    found: name -> shape of these. If the layer is of another kind than mtp.DraftLayer, a line says
-    that it is left out.
+    found: name -> shape of the layer's tensors. If they do not fit an mtp.DraftLayer, a line says that
+    they are left out.
     """
     if not found:
         return empty_model(config)

@@ -25,20 +25,20 @@ class Layout:
 
     names: our module name -> the names in the file, without ".weight" and ".bias". If there are
     several, these tensors are stacked by rows, in this order. The matrices of experts have "{}" in
-    their names, which stands for the number of an expert, or else one tensor (X,N,C) has those of all
-    experts.
+    their names, which stands for the number of an expert, or else one tensor (X,N,C) has the matrices
+    of all experts.
     """
 
     names: dict[str, list[str]]
     layer: str  # the prefix before a layer's number; ours is "blocks."
-    # The prefixes of the layer that drafts tokens (mtp.DraftLayer), and of its block; "{}" stands for
+    # The prefixes of the MTP layer (mtp.DraftLayer), and of its block; "{}" stands for
     # the number of the model's other layers. None: files have no such layer.
     draft_layer: str | None = None
     draft_block: str | None = None
-    # Regular expressions of parts of names in some files -> what should be in their place.
+    # Regular expressions of parts of names in some files -> what replaces them.
     renames: dict[str, str] = field(default_factory=dict)
-    # Our module -> the whole name of a tensor that some files have in the place of those in `names`: the
-    # matrices of all experts, with their rows in our order.
+    # Our module -> the whole name of a tensor that some files have instead of the tensors in `names`:
+    # the matrices of all experts, with their rows in our order.
     fused_experts: dict[str, str] = field(default_factory=dict)
     # Our tensor -> its whole name in the file, if that does not end with ".weight" or ".bias".
     whole_names: dict[str, str] = field(default_factory=dict)
@@ -130,7 +130,7 @@ GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.", fused_experts=GGUF_FUSED_EXPERTS)
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family's files mean. The defaults are those of Llama and most of its relatives."""
+    """What a model family's files mean. The defaults are for Llama and most of its relatives."""
 
     model_type: str  # the name in config.json
     architectures: list[str]  # the names of its classes in transformers; messages show the first
@@ -195,7 +195,7 @@ def layers_of_kind(fields: Fields, kind: str, usual: Iterable[int]) -> tuple[int
 
 
 def all_but_every(interval: int, n_layer: int) -> tuple[int, ...]:
-    """All layers but those with numbers interval - 1, 2 interval - 1 and so on."""
+    """All layers except numbers interval - 1, 2 interval - 1 and so on."""
     return tuple(i for i in range(n_layer) if (i + 1) % interval)
 
 
@@ -403,7 +403,7 @@ def olmo2_gguf_fields(config: Config) -> dict:
 def gguf_windows(config: Config, period: int, base: float) -> dict:
     """The fields of Config about sliding layers that a GGUF file leaves out.
 
-    All layers slide but every period-th, and `base` is that of RoPE in the layers that slide.
+    All layers slide except every period-th, and `base` is RoPE's base in the layers that slide.
     """
     if config.sliding_window is None:
         return {}
@@ -506,8 +506,8 @@ def rotated_norm(config: Config, weight: Tensor) -> Tensor:
 
 
 def tiled(config: Config, tensor: Tensor, width: int) -> Tensor:
-    """Rows of value heads, `width` each, of which those of one key head stand together, reordered to
-    ours: value head h belongs to key head h % n."""
+    """Rows of value heads, `width` each, in which the value heads of one key head follow each other,
+    reordered to ours: value head h belongs to key head h % n."""
     n = config.delta_net.n_key_head
     heads = tensor.reshape(n, -1, width, *tensor.shape[1:])
     return heads.transpose(0, 1).reshape(tensor.shape)

@@ -1,8 +1,8 @@
 """The fields of a config.json or a GGUF file: which ones were used, which are harmless, and RoPE's.
 
-Every field is used, known to be harmless, refused, or warned about. The tables here are those of
-Hugging Face's config.json, whose fields have the meaning and the defaults that they have in
-transformers. families.py says which fields a family has.
+Every field is used, known to be harmless, refused, or warned about. The tables here are for
+Hugging Face's config.json, whose fields have the same meaning and defaults as in transformers.
+families.py says which fields a family has.
 """
 
 import json
@@ -153,7 +153,7 @@ REQUIRED_ROPE_FIELDS = {
 def rope_fields(fields: Fields, by_kind: bool = False) -> tuple[str, dict]:
     """(name, value) of the field of config.json that describes RoPE.
 
-    by_kind: RoPE may differ by the kind of attention, and that of full attention is returned.
+    by_kind: RoPE may differ by the kind of attention, and the field for full attention is returned.
     """
     name = "rope_parameters"
     if fields.take(name, None) is None:
@@ -190,7 +190,7 @@ def hf_rope(
     """(base, scaling or None, longest context), from rope_parameters as transformers 5 writes it,
     or from rope_theta and rope_scaling as transformers 4 does.
 
-    by_kind: RoPE may differ in layers with sliding attention; the caller reads theirs (`sliding_rope`).
+    by_kind: RoPE may differ in layers with sliding attention; `sliding_rope` reads it for them.
     own_keys: the family's own keys in this field, which the caller reads.
     """
     context = fields.take("max_position_embeddings", 2048)
@@ -233,7 +233,7 @@ def hf_rope(
 
 
 def yarn(values: dict) -> dict:
-    """The fields of a RopeScaling with the kind "yarn", from those of config.json."""
+    """The fields of a RopeScaling with the kind "yarn", from the fields of config.json."""
     mscale = values.pop("mscale", None)
     mscale_all_dim = values.pop("mscale_all_dim", None)
     attention = yarn_attention_factor(values.get("factor", 1.0), mscale, mscale_all_dim)
@@ -257,8 +257,8 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def longrope(values: dict, extension: float, original: int) -> dict:
-    """The fields of a RopeScaling with the kind "longrope" (arXiv:2402.13753), from those of
-    config.json. extension: the context as a multiple of the original one."""
+    """The fields of a RopeScaling with the kind "longrope" (arXiv:2402.13753), from the fields
+    of config.json. extension: the context as a multiple of the original one."""
     factor = values.get("factor", extension)
     attention = 1.0
     if factor > 1:

@@ -128,9 +128,10 @@ def correct_tied_head(config: Config, file: HfFiles) -> tuple[Config, Layout]:
         _, stored_name = file.stored[head]
         return config, dataclasses.replace(layout, renames={f"^{re.escape(stored_name)}$": table} | layout.renames)
     if head in found and not same_values(file.read(table), file.read(head)):
-        said = "config.json calls the output head tied to the embedding table (tie_word_embeddings)"
-        differs = f"{head} has other values than {table}; both are used"
-        print_status(f"{file.directory}: {said}, but {differs}")
+        print_status(
+            f"{file.directory}: config.json calls the output head tied to the embedding table (tie_word_embeddings), "
+            f"but {head} has other values than {table}; both are used"
+        )
         return dataclasses.replace(config, tied_embeddings=False), layout
     return config, layout
 

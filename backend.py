@@ -73,7 +73,7 @@ class Installer:
     end `finish` says what the model can rely on. In a model that is in memory already, each layer goes
     through `pack` only.
 
-    These defaults are for a device without kernels; cpu/install.py and kernels_triton.py have others.
+    These defaults are for a device without kernels; cpu/install.py and kernels_triton.py override them.
     """
 
     formats = ()  # the quantized formats that have kernels on this device (formats.FORMATS)

@@ -614,7 +614,7 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_abandoned(target: Path):
-    """Delete the directories of killed writers of this target: those that have not changed for an hour.
+    """Delete the directories of this target's writers that have not changed for an hour: they were killed.
 
     (A writer may be on another machine, so its process cannot be looked for.) If a writer was killed
     after it had moved the previous checkpoint away, that checkpoint is put back.

@@ -113,8 +113,8 @@ def read_standard_input(what: str, may_be_empty: bool = False) -> str:
 
 
 def piped_text() -> str:
-    """All of standard input, if it is a file, or a pipe to which something was written already or whose
-    other end was closed. Otherwise an empty text: a pipe may stay open and silent forever."""
+    """All of standard input, if it is a file, or a pipe that holds data already or is closed at its other
+    end. Otherwise an empty text: a pipe may stay open and silent forever."""
     with suppress(OSError):  # standard input is not a file of the system
         is_device = stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)  # a terminal, or /dev/null
         if not is_device and select.select([sys.stdin], [], [], 0)[0]:

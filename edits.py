@@ -168,7 +168,7 @@ sampling.penalized d379b0336d49 a9098f91f701
 sampling.probabilities_reference afa1b76f9d1e 6367c3e1a380
 sampling.sample_reference b56f6f5a8e3c ea601e215dfa
 sampling.scramble 2c91da9f758c d9d435bd08c8
-sampling.top_mass 513d46e56477 4eaa7065098f
+sampling.top_mass 05618c7d2dcd 4eaa7065098f
 """
 
 

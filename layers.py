@@ -37,7 +37,7 @@ class Units:
     name: str  # what is counted, in messages
     n: int
     width: int = 1  # rows of a unit
-    # So many units share the same rows, as the query heads of a group share a key and value head.
+    # How many units share the same rows: the query heads of a group share a key and value head.
     shared_by: int = 1
     even: bool = True  # all ranks have equally many
 
@@ -214,7 +214,7 @@ class TokenMixer(nn.Module):
         raise NotImplementedError
 
     def flops(self, context: int) -> int:
-        """The operations for a token after `context` others, besides the products with weights."""
+        """The FLOPs of a token after `context` other tokens, without the products with weights."""
         return 0
 
     def block_arguments(self) -> dict:

@@ -37,11 +37,11 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
 
 
 def kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
-    """The weight (E/2,) of each original frequency beside the scaled one; values beyond 0 and 1
-    stand for these.
+    """The weight (E/2,) of each original frequency; the scaled frequency has the rest, 1 - weight.
+    The caller clamps the weights to 0..1.
 
-    Frequencies with more than high_freq_factor rotations in the training context are kept. Those
-    with fewer than low_freq_factor are divided by factor. Those between are interpolated.
+    Frequencies with more than high_freq_factor rotations in the training context are kept.
+    Frequencies with fewer than low_freq_factor are divided by factor. Between, they are interpolated.
     """
     rotations = scaling.original_max_seq_length * freqs / (2 * math.pi)
     return (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -70,7 +70,7 @@ def rope_table(freqs: Tensor, scaling: RopeScaling | None, input_pos: Tensor) ->
     """cos and sin of every position's angles, (B,S,1,E) float32; sin carries the sign that `rotate`
     needs."""
     # In float64: in one of ten processes, the first float32 cosine that torch computed on two
-    # threads had other last bits, and some tokens were others.
+    # threads had other last bits, which changed some tokens.
     angles = (input_pos[:, :, None, None].float() * freqs).double()  # (B,S,1,E/2)
     cos = angles.cos().float()
     sin = angles.sin().float()

@@ -184,7 +184,7 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
 
 
 def bytes_per_token(model: Transformer, timing) -> dict[str, float | None]:
-    """The fields of --json about what decode steps have read for each token. None if there were none."""
+    """The fields of --json about what decode steps have read for each token; None without decode steps."""
     tokens = timing.decode_tokens
     if not tokens:
         return dict.fromkeys(("weight_bytes_per_token", "kv_bytes_per_token", "state_bytes_per_token"))

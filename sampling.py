@@ -62,7 +62,7 @@ class SamplingParams:
             raise ValueError(f"logit_bias must have pairs of a token id and a number from -{MAX_BIAS} to {MAX_BIAS}")
 
     def numbers(self) -> dict:
-        """The settings that are numbers: all but logit_bias."""
+        """The settings that are numbers: all except logit_bias."""
         return {name: value for name, value in vars(self).items() if name != "logit_bias"}
 
     def recommended(self) -> dict:
@@ -175,7 +175,7 @@ class Sampling(NamedTuple):
         """Mask the tokens that grammars (as in engine.Request) forbid.
 
         masked has (row, position, grammar, drafted tokens). The grammar writes a mask for the
-        position, and for those after each drafted token.
+        position, and for the position after each drafted token.
         """
         is_cpu = self.masks.device.type == "cpu"
         on_cpu = self.masks if is_cpu else torch.empty_like(self.masks, device="cpu")
@@ -368,7 +368,7 @@ def filtered(x: Tensor, rows: Tensor, settings: Sampling) -> Tensor:
 
 def top_mass(order, mass, target):
     """A mask (...,V) of the fewest largest entries whose total mass reaches `target`. Of equal
-    entries, those with lower indices are kept first.
+    entries, the ones with lower indices are kept first.
 
     order (...,V) int64 in [0,2^32), the values to compare; mass (...,V) int64 >= 0; target (...,1)
     int64 >= 1. If every mass is 1, this is top-k; if masses are probabilities, it is top-p. Equal

@@ -111,8 +111,8 @@ class Shard:
         return range(min(F, blocks.start * size), min(F, blocks.stop * size))
 
     def own_heads(self, n: int, shared_by: int) -> list[int]:
-        """The key and value heads that this rank keeps, in the order of its part of n query heads, of
-        which so many share one.
+        """The key and value heads that this rank keeps, in the order of its part of n query heads.
+        shared_by: how many query heads share a key and value head.
 
         Each of them serves the same number of query heads. If neither the number of key and value heads
         nor the number of ranks is a multiple of the other, the ranks' ranges of query heads cut through
@@ -179,7 +179,9 @@ class Shard:
         width, count = columns_of(module, kind)
         own = self.own_parts(columns)
         ranges = [range(part.start // width * count, -(-part.stop // width) * count) for part in own]
-        return Slice((range(N),), tuple(dict.fromkeys(ranges)))  # equal ones: a value for a whole row
+        return Slice(
+            (range(N),), tuple(dict.fromkeys(ranges))
+        )  # without duplicates, which a value for a whole row would give
 
     # The functional collectives, which torch.compile traces into its graph. They are called as
     # operations because the Python functions around them wrap their results in a lazy tensor.

@@ -343,8 +343,8 @@ class CpuTimes:
             allowed = {f"cpu{i}" for i in os.sched_getaffinity(0)}
             lines = Path("/proc/stat").read_text().splitlines()
             rows = [line.split() for line in lines if line.startswith("cpu")]
-            # The columns are user, nice, system, idle, iowait, irq, softirq, steal: all but columns
-            # 3 and 4 are busy.
+            # The columns are user, nice, system, idle, iowait, irq, softirq, steal: all except
+            # columns 3 and 4 are busy.
             ticks = [[int(x) for x in row[1:9]] for row in rows if row[0] in allowed]
             busy = sum(sum(row) - row[3] - row[4] for row in ticks)
             if ticks:

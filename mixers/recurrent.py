@@ -378,7 +378,7 @@ class Snapshot:
     position: int
     slot: int
     is_turn: bool  # a turn of a conversation ends about here
-    last_used: int  # a count of the uses of all snapshots
+    last_used: int  # the number of this use among the uses of all snapshots
 
 
 class Snapshots:
@@ -389,7 +389,7 @@ class Snapshots:
     SNAPSHOT_INTERVAL tokens of a long prompt. A snapshot holds no keys and values: these are in the
     rows. So each row has a list of the snapshots for its tokens. A snapshot may be in several lists,
     because rows are copied, and its slot is free when it is in none. If no slot is free, the least
-    recently used snapshot goes, those within long prompts first.
+    recently used snapshot is evicted, snapshots within long prompts before the ends of turns.
 
     All ranks of a split model make the same decisions, because they get the same calls.
     """
@@ -404,7 +404,7 @@ class Snapshots:
             state.allocate_snapshots(slots)
 
     def restorable(self, row: int, n: int) -> int:
-        """The largest m <= n to which a row can go back."""
+        """The largest position m <= n to which a row can go back."""
         if n == 0 or self._base(row) <= n:
             return n
         snapshot = self._latest(row, n)
@@ -426,8 +426,8 @@ class Snapshots:
         """Take a snapshot of a row at its base, unless there is one not far before it.
 
         unread: the tokens of the prompt that are not in the row yet. The next turn's prompt may lack
-        the last tokens of this one, but seldom more than DELTA_WINDOW, so a snapshot before them is
-        one of a turn.
+        the last tokens of this one, but seldom more than DELTA_WINDOW: a snapshot so near the end
+        counts as the end of a turn.
         """
         position = self._base(row)
         is_turn = unread <= DELTA_WINDOW

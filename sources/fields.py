@@ -210,7 +210,7 @@ def hf_rope(
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
     values = {key: rope.pop(key) for key in ROPE_FIELDS[kind] if rope.get(key) is not None}
-    # What remains of these is null or has no effect.
+    # If these keys are still there, they are null or have no effect.
     for key in ("finetuned", "factor", "max_position_embeddings", *ROPE_FIELDS[kind]):
         rope.pop(key, None)
     if rope:

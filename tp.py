@@ -353,6 +353,7 @@ class Ranks:
         self.store = dist.PrefixStore(f"fastpath {restarts}", store)
         group_store = self.store.clone()
         self.store.set_timeout(timedelta(seconds=5))
+        self.store.set(f"alive {self.rank}", "")  # the others wait for it, but not for long
         self.watch = threading.Thread(target=self._watch, daemon=True)
         self.watch.start()
 

@@ -260,3 +260,30 @@ def test_generation_works_without_optional_files(tiny, tmp_path, python):
     options = ["--prompt_ids", "5,6,7", "--max_new_tokens", "3", "--checkpoint_path", str(tiny("llama-mha")[2])]
     done = subprocess.run([*python, "-c", GENERATE, *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("all ran\n"), done.stderr
+
+
+COPIED = """if True:
+    import sys, torch
+    from checkpoint import open_directory, read_weights
+    from engine import Engine, Request, generate
+    from sampling import SamplingParams
+    checkpoint = open_directory(sys.argv[1])
+    model = read_weights(checkpoint, checkpoint.empty_model(), dtype=torch.float32)
+    request = Request([5, 6, 7], SamplingParams(temperature=0.0), 3)
+    generate(Engine(model, 1, 16), [request])
+    print(*request.new_tokens)"""
+
+
+def test_the_files_that_the_readme_says_to_copy_run_a_checkpoint(tiny, tmp_path, python):
+    """Those of the model alone and of the engine can be imported, and with all of them a directory generates."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.search(r"^\*\*To copy\*\*(.*?)\n\n", readme, re.S | re.M)[1]
+    for count, part in enumerate(text.split(";")):
+        for name in re.findall(r"`([\w/]+\.py)`", part):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+        code = ("import model", "import model, engine", COPIED)[count]
+        command = [*python, "-c", code, str(tiny("llama-mha")[2])]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 3

@@ -51,7 +51,7 @@ class Backend:
     run_blocks: Callable | None = None
     # The same for the block of the MTP layer
     run_draft: Callable | None = None
-    # What mtp.DraftLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
+    # What mtp.MTPLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
     write_draft_keys: Callable | None = None
     max_fused_tokens: int = 0  # these take up to this many new tokens per row
     # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of
@@ -103,6 +103,12 @@ class Installer:
     def finish(self):
         """The Backend, once all layers have gone through `pack`."""
         return Backend()
+
+
+def synchronize(device: torch.device):
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # ---------------------------------------------------------------- which models the fused operations know

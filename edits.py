@@ -81,7 +81,7 @@ STANDS_FOR = {
     "expert_mlp": EXPERTS,
     "fused_linear": (*PACKED, *NORMS, "model.MLP.forward"),
     "rotary": KEYS,
-    "write_draft_keys": ("mixers.mtp.DraftLayer.read", "mixers.mtp.DraftLayer.join", *KEYS, *NORMS, *STATES),
+    "write_draft_keys": ("mixers.mtp.MTPLayer.read", "mixers.mtp.MTPLayer.join", *KEYS, *NORMS, *STATES),
     "blocks": (
         "model.Block.forward",
         "model.Block.add",
@@ -134,8 +134,8 @@ mixers.experts.SparseMLP.choose 40ca6603030f b7ae5daa0e0f
 mixers.experts.SparseMLP.count 59d5267662a1 88debef37853
 mixers.experts.SparseMLP.forward 80c2da896614 006b492434e0
 mixers.experts.run_experts f182baf70219 b8b0369eedb8
-mixers.mtp.DraftLayer.join f8ec4370faf4 6b7e69c173f5
-mixers.mtp.DraftLayer.read a84e3f13852e c872c4f488ba
+mixers.mtp.MTPLayer.join f8ec4370faf4 6b7e69c173f5
+mixers.mtp.MTPLayer.read a84e3f13852e c872c4f488ba
 mixers.recurrent.ConvState.move_base 898f60e46378 18e6f69248a5
 mixers.recurrent.Convolution.forward 8472de3636de 928dddb0df92
 mixers.recurrent.Decay.forward a4186831abaa bbe093a01fcb
@@ -217,7 +217,7 @@ def say_once(name: str, runs_block: bool, operations: str):
 
 
 def module_of(name: str) -> str:
-    """The module of a function with a name such as mixers.mtp.DraftLayer.read."""
+    """The module of a function with a name such as mixers.mtp.MTPLayer.read."""
     return re.match(r"(mixers\.)?\w+", name)[0]
 
 

@@ -467,7 +467,7 @@ def sum_tiles(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums (BLOCK_N,TILE_M) of linear_kernel for these rows over the tiles begin..stop, which are
-    scaled if GROUPSIZE. Returns those of y, up and x, and sums of squares of x (WIDTH,TILE_M).
+    scaled if GROUPSIZE. Returns the sums of y, up and x, and the sums of squares of x (WIDTH,TILE_M).
 
     The weights are the left operand of tl.dot, because then 8 rows of x fill a tensor core's operand;
     as the left operand x would need 16 rows.
@@ -587,11 +587,11 @@ def matmul_kernel(
 # ---------------------------------------------------------------- sparse layers: experts.SparseMLP
 #
 # A token uses k = n_active of X experts, so M tokens make R = M * k choices; choice c is one of token
-# c // k. The plan sorts the choices by their experts, and divides those of each expert into tiles of
+# c // k. The plan sorts the choices by their experts, and divides the choices of each expert into tiles of
 # TILE_M. It is made on the device, so one captured CUDA graph serves every choice: the grid has as
 # many tiles as there may be (`plan_experts`), and programs of tiles that are not used return at once.
 #
-# An expert's weights are laid out as those of any other layer, and the experts follow each other. The
+# An expert's weights are laid out as any other layer's, and the experts follow each other. The
 # tiles of an expert run together, so all but the first find its weights in the L2 cache.
 
 PLAN_BLOCK = tl.constexpr(256)  # choices that plan_kernel reads at a time
@@ -603,7 +603,7 @@ def choose_kernel(
     NORMALIZED: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, 4 X bytes, which are `stride`
-    after those of the token before it, and writes its ids and weights, 12 n_active bytes. The experts
+    after the logits of the token before it, and writes its ids and weights, 12 n_active bytes. The experts
     with the largest logits are found one after the other."""
     token = tl.program_id(0)
     lane = tl.arange(0, BLOCK_X)
@@ -643,7 +643,7 @@ def plan_kernel(ids, counts, experts, choices, R, X, slots, BLOCK_X: tl.constexp
     """Plan the products of the R choices in ids: grid (X,).
 
     Writes experts (slots,), the expert of each tile, or -1 if it is not used; and choices
-    (slots,TILE_M), those of each tile in ascending order, then -1. Adds the tokens of each expert, and
+    (slots,TILE_M), the slots of each tile in ascending order, then -1. Adds the tokens of each expert, and
     the number of experts, to counts (X+1,). Each program reads all ids, 8 R bytes, from the L2 cache.
     """
     e = tl.program_id(0)
@@ -1093,8 +1093,8 @@ def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device:
 
 
 def expert_settings(bits: int, groupsize: int, N: int, C: int, gated: bool, device: torch.device) -> dict:
-    """The settings of expert_kernel for a token's experts, which have N outputs together. Its tiles are
-    those of one product with as many outputs, but its columns are never split."""
+    """The settings of expert_kernel for a token's experts, which have N outputs together. It has the tiles
+    of one product with as many outputs, but its columns are never split."""
     tiles = choose_tiles(bits, groupsize, N, C, gated, device)
     is_even = C % (TILE_BITS.value // bits) == 0
     settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": is_even}
@@ -1276,9 +1276,9 @@ def expert_mlp(
     """The outputs of a sparse layer for tokens x (B,S,D) that use the experts ids (B,S,k), -1 for none.
 
     gate_up and down: the weights of X experts, packed or not, of the sizes (2 F,D) and (D,F), where
-    F = hidden. bits and groupsizes: those of gate_up, and of down.
-    shared (B,S,D): the output of the shared expert, or None. logits (B,S,X+1): the last are those of
-    its gate.
+    F = hidden. bits and groupsizes: of gate_up, and of down.
+    shared (B,S,D): the output of the shared expert, or None. logits (B,S,X+1): the last one is
+    its gate's.
     """
     D = x.shape[-1]
     k = ids.shape[-1]
@@ -1624,7 +1624,7 @@ def sample(logits, rows, position, drafted, *settings):
     return ids, logprobs
 
 
-# The first arguments of sample_kernel are those of the schema, in this order.
+# The first arguments of sample_kernel are the arguments of the schema, in this order.
 if sample_kernel.arg_names[: len(sampling.ARGUMENTS)] == sampling.ARGUMENTS:
     LIBRARY.impl("sample", sample, "CUDA")
 else:

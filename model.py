@@ -107,12 +107,12 @@ class Transformer(nn.Module):
         for layer in range(own.n_layer):
             self.blocks.append(Block(own, layer, ropes.index(own.rope(layer)), shard))
         self.norm = make_norm(own)
-        self.mtp = None  # the MTP layer: an mtp.DraftLayer
+        self.mtp = None  # the MTP layer: an mtp.MTPLayer
         if own.mtp:
-            from mixers.mtp import DraftLayer
+            from mixers.mtp import MTPLayer
 
             rope_table = ropes.index(own.rope(own.n_layer))
-            self.mtp = DraftLayer(own, Block(own, own.n_layer, rope_table, shard))
+            self.mtp = MTPLayer(own, Block(own, own.n_layer, rope_table, shard))
         vocabulary = [[Units(VOCABULARY, own.vocab_size)]]
         self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, False, vocabulary)
 

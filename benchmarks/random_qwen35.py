@@ -6,7 +6,7 @@
 The sizes are those of Qwen3.5, but for the vocabulary, which is that of QWEN2.gguf (for example the
 file of fetch_models.py). The words of such a model mean nothing, but it takes as long as a real one.
 
-With --mtp the file has the layer that drafts tokens, and this layer is always right: its own weights
+With --mtp the file has an MTP layer, and this layer is always right: its own weights
 and the model's are random, but each token is followed by a fixed one. For that, the matrices that
 write to the residual stream are zero, so that the last hidden state is the normalized embedding of
 the newest token, and the output head's row of a token is the embedding of the token before it.
@@ -132,7 +132,7 @@ def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def draft_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the layer that drafts tokens: a layer with attention, and some more."""
+    """The shapes of the tensors of the MTP layer: a layer with attention, and some more."""
     return layer_shapes(shape, shape.interval - 1) | {
         "nextn.enorm.weight": (shape.dim,),
         "nextn.hnorm.weight": (shape.dim,),
@@ -146,7 +146,7 @@ def add_matrix(writer: gguf.GGUFWriter, name: str, matrix: torch.Tensor):
 
 
 def add_predictable(writer: gguf.GGUFWriter, shape: Shape, V: int):
-    """Add the embedding, the output head and the layer that drafts tokens, in which a token is followed
+    """Add the embedding, the output head and the MTP layer, in which a token is followed
     by the next one of a cycle over the first CYCLE tokens."""
     table = 0.02 * torch.randn(V, shape.dim)
     head = 0.02 * torch.randn(V, shape.dim)
@@ -194,7 +194,7 @@ def main():
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("vocabulary", type=Path, help="the GGUF file whose tokenizer the model gets")
     parser.add_argument("out", type=Path, help="the file to write, in bfloat16")
-    parser.add_argument("--mtp", action="store_true", help="with a layer that drafts tokens")
+    parser.add_argument("--mtp", action="store_true", help="with an MTP layer")
     args = parser.parse_args()
 
     shape = SHAPES[args.shape]

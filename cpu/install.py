@@ -276,7 +276,7 @@ class FusedBlocks(Registered):
 
 
 class DraftKeys(Registered):
-    """What mtp.DraftLayer.read does, as one operation, for Backend.write_draft_keys. It keeps weights
+    """What mtp.MTPLayer.read does, as one operation, for Backend.write_draft_keys. It keeps weights
     as FusedBlocks does."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype):

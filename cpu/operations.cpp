@@ -652,7 +652,7 @@ std::vector<float> gather_angles(const float* cos, const float* sin, const int64
   return angles;
 }
 
-// Writes the keys and values of tokens (B,S) for the MTP layer, as DraftLayer.read of mixers/mtp.py does.
+// Writes the keys and values of tokens (B,S) for the MTP layer, as MTPLayer.read of mixers/mtp.py does.
 //   embedded, hidden  (B,S,D), the tokens' embeddings, and the model's last hidden states
 //   cos, sin          (tables,slots,1,E), the RoPE tables of all positions
 //   tail              of a recurrent.Tail

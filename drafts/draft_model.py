@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backend import synchronize
 from costs import weight_reads
 from drafts.draft import Draft, Proposal, full_width_choices
 from engine import Batch, Engine, common_prefix_length
 from formats import QuantizedLinear, Scheme, pack
 from model import Transformer, pad_rows
-from report import synchronize
 from sampling import Sampling, probabilities, sample
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step

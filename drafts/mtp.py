@@ -27,7 +27,7 @@ CHOICES = (1, 2, 3, 4, 6)  # numbers of tokens to choose from, if shapes are not
 
 
 class MtpDraft(Draft):
-    """Proposes tokens with the target's mtp.DraftLayer."""
+    """Proposes tokens with the target's mtp.MTPLayer."""
 
     name = "mtp"
     prior = (0.7, 2.0)

@@ -109,19 +109,19 @@ def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
     if module.startswith("mtp.block."):
         return layout.draft_block.format(config.n_layer), module.removeprefix("mtp.block.")
     if module.startswith("mtp."):
-        return layout.draft_layer.format(config.n_layer), module
+        return layout.mtp_layer.format(config.n_layer), module
     return "", module
 
 
 def with_mtp_layer(path: Path, config: Config, layout: Layout, found: dict[str, tuple]) -> Transformer:
     """The model on the meta device, with its MTP layer if the file has the layer's tensors.
 
-    found: name -> shape of the layer's tensors. If they do not fit an mtp.DraftLayer, a line says that
+    found: name -> shape of the layer's tensors. If they do not fit an mtp.MTPLayer, a line says that
     they are left out.
     """
     if not found:
         return empty_model(config)
-    if layout.draft_layer is None or config.recurrent is None:
+    if layout.mtp_layer is None or config.recurrent is None:
         print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): it is supported in Qwen3.5 only")
         return empty_model(config)
     if not can_draft():

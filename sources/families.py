@@ -31,9 +31,9 @@ class Layout:
 
     names: dict[str, list[str]]
     layer: str  # the prefix before a layer's number; ours is "blocks."
-    # The prefixes of the MTP layer (mtp.DraftLayer), and of its block; "{}" stands for
+    # The prefixes of the MTP layer (mtp.MTPLayer), and of its block; "{}" stands for
     # the number of the model's other layers. None: files have no such layer.
-    draft_layer: str | None = None
+    mtp_layer: str | None = None
     draft_block: str | None = None
     # Regular expressions of parts of names in some files -> what replaces them.
     renames: dict[str, str] = field(default_factory=dict)
@@ -589,7 +589,7 @@ QWEN35_LAYOUT = Layout(
         "mtp.norm": ["norm"],
     },
     "model.layers.",
-    draft_layer="mtp.",
+    mtp_layer="mtp.",
     draft_block="mtp.layers.0.",
     renames=MULTIMODAL_RENAMES | {r"^model\.mtp\.": "mtp."},
     fused_experts=QWEN_FUSED_EXPERTS,
@@ -621,7 +621,7 @@ QWEN35_GGUF_LAYOUT = Layout(
         "mtp.norm": ["nextn.shared_head_norm"],
     },
     "blk.",
-    draft_layer="blk.{}.",
+    mtp_layer="blk.{}.",
     draft_block="blk.{}.",
     fused_experts=GGUF_FUSED_EXPERTS,
     renames={r"ssm_dt\.bias": "ssm_dt"},  # llama.cpp writes the first name, Ollama the second

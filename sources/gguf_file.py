@@ -46,8 +46,8 @@ SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "repetition_penalty": "penalty_repeat",
 }
 # How the names of tensors and fields begin that are not of the language model. Ollama keeps the encoders
-# of images and sound in the same file. It has an MTP layer there as well, whose names are partly those of
-# Hugging Face and whose norms are not all stored alike, so that layer is left out, too.
+# of images and sound in the same file. It has an MTP layer there as well, partly with the names of
+# Hugging Face, whose norms are not all stored alike, so that layer is left out, too.
 OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
 # Fields of experts that change what the model computes -> the values that are supported.
@@ -61,7 +61,7 @@ EXPERT_FIELDS = {
     "norm_top_k_prob": [True],
 }
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
-# Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
+# Tensors of divisors of RoPE's frequencies: Llama 3 has one, Phi-3 has two.
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
@@ -108,7 +108,7 @@ class GgufFile:
         self.infos = {renamed(name): self.infos[name] for name in self.infos if not name.startswith(OTHER_TENSORS)}
 
     def open_part(self, path: Path):
-        """Open a file, and add its metadata (those of the first one count) and its tensors."""
+        """Open a file, and add its metadata (the first file's count) and its tensors."""
         check_is_file(path)
         try:
             file = path.open("rb")
@@ -242,8 +242,8 @@ class GgufFile:
         """Whether some layers have no attention."""
         return any(f"{self.architecture}.{name}" in self.metadata for name in ("ssm.inner_size", "shortconv.l_cache"))
 
-    def is_of_draft_layer(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer that only drafts tokens."""
+    def is_of_mtp_layer(self, name: str) -> bool:
+        """Whether a tensor belongs to the MTP layer."""
         layer = name.removeprefix("blk.").partition(".")[0]
         if not name.startswith("blk.") or not layer.isdecimal():
             return False

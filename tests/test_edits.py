@@ -20,7 +20,7 @@ from sampling import SamplingParams
 NOT_CALLED = {
     "kernels.attention_torch", "kernels.zero_bad", "kernels.rms_norm", "formats.StackedLinear.multiply_expert",
     "formats.StackedLinear.forward", "sampling.probabilities_reference", "mixers.experts.run_experts",
-    "mixers.mtp.DraftLayer.read", "mixers.mtp.DraftLayer.join",
+    "mixers.mtp.MTPLayer.read", "mixers.mtp.MTPLayer.join",
 }  # fmt: skip
 # The beginnings of functions' names -> a tiny model that needs these functions
 MODELS = {

@@ -5,7 +5,7 @@ best low-rank approximation of the target's output head. It learns to predict th
 probabilities of each next token (distillation, arXiv:1503.02531), because a proposed token is
 accepted with probability sum min(p_target, p_draft).
 
-A step computes only the logits of the target's most frequent tokens, and those of a random sample
+A step computes only the logits of the target's most frequent tokens, and the logits of a random sample
 of all other tokens, which are weighted to stand for all others. Without the sample, the logits of
 tokens that are never trained would drift upwards.
 """

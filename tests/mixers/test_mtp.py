@@ -1,4 +1,4 @@
-"""The layer that drafts tokens (mtp): its outputs, its state, what it proposes."""
+"""The MTP layer: its outputs, its state, what it proposes."""
 
 import copy
 import shutil

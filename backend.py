@@ -119,16 +119,23 @@ FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
     "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token", "layers_without_rope",
-    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale", "mtp",
+    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale", "logits_softcap", "mtp",
+)  # fmt: skip
+# The fields of config.Experts that the fused operations take into account.
+FUSED_EXPERT_FIELDS = (
+    "layers", "n_expert", "n_active", "hidden_dim", "normalized", "shared_dim", "scoring", "choice_bias", "scale",
 )  # fmt: skip
 
 
 def uses_only(config, known):
-    """Whether all fields of a config other than `known` have their default values.
+    """Whether all fields of a config, or of its Experts, other than `known` have their default values.
 
     With known=FUSED_FIELDS: whether the fused operations implement all that a model needs.
     """
     others = [field for field in fields(config) if field.name not in known]
+    experts = getattr(config, "experts", None)
+    if experts is not None and not uses_only(experts, FUSED_EXPERT_FIELDS):
+        return False
     return all(getattr(config, field.name) == field.default for field in others)
 
 

@@ -130,11 +130,16 @@ class Experts:
     normalized: bool = True  # a token's weights of its experts are divided by their sum
     # Qwen3.5: the hidden width of one more expert, which all tokens use, with a gate; 0: there is none
     shared_dim: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # the router's scores; LFM2-MoE: the sigmoids of its logits
+    choice_bias: bool = False  # LFM2-MoE: a bias on the scores, which only decides which experts are chosen
+    scale: float = 1.0  # LFM2-MoE: the weights of the experts are multiplied by it
 
     def __post_init__(self):
         check_fields(self)
         if self.n_active > self.n_expert:
             raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
+        if self.choice_bias and self.scoring != "sigmoid":
+            raise ValueError("choice_bias needs scoring 'sigmoid'")
 
     def of_rank(self, shard) -> "Experts":
         """The sizes of one rank's part (shard: a tp.Shard)."""
@@ -186,9 +191,11 @@ class Config:
     attention_scale: float | None = None  # Granite: factor of queries times keys; None means head_dim ** -0.5
     residual_scale: float = 1.0  # Granite: factor of the outputs of attention and MLP
     logits_scale: float = 1.0  # Granite: factor of the logits
+    logits_softcap: float | None = None  # nanochat: c tanh(logits / c) instead of the logits
 
-    # geglu: swiglu with tanh-GELU (Gemma); gelu: tanh-GELU without a gate (BLOOM)
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    # geglu: swiglu with tanh-GELU (Gemma). Without a gate: gelu, tanh-GELU (BLOOM); relu2, the square of
+    # ReLU (nanochat)
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     # The kind of all norms except qk_norm; layer: LayerNorm with a bias (BLOOM)
     norm: Literal["rms", "layer"] = "rms"
     alibi: bool = False  # BLOOM: ALiBi's linear bias on the attention scores instead of RoPE

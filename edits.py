@@ -130,7 +130,7 @@ layers.Linear.multiply_rows 545aa72d5c4e 5e7564b9aea1
 layers.MatrixLayer.multiply_expert c5ef583c3674 41bc847319b0
 layers.RMSNorm.forward cd19c72a6abf 11aa9cd73518
 layers.Router.forward 089eda3f4b72 4c54d1c039bb
-mixers.experts.SparseMLP.choose 40ca6603030f b7ae5daa0e0f
+mixers.experts.SparseMLP.choose 94bcae857f7d 8ddf17f5f64a
 mixers.experts.SparseMLP.count 59d5267662a1 88debef37853
 mixers.experts.SparseMLP.forward 80c2da896614 006b492434e0
 mixers.experts.run_experts f182baf70219 b8b0369eedb8
@@ -157,7 +157,7 @@ model.Attention.read c2845ee3b53a 2fd8ea81c092
 model.Block.add 2516a9dbc506 a0c8ed2d3606
 model.Block.forward b9bcef193506 4552b86e6cac
 model.KVCache.write 764453571dce a345fabb79d1
-model.MLP.forward 017600a93a24 d2b48ae3af5c
+model.MLP.forward a13152ae1272 46643114810e
 positions.rotate 2885a8bed7ef afcacfcbcf08
 sampling.adjusted 8c1c27f87efe 73c3d85a7ba1
 sampling.any_row 93b6720e5e3b 7ff724410389

@@ -52,7 +52,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
-from backend import FUSED_FIELDS, Backend, Installer, uses_only
+from backend import FUSED_EXPERT_FIELDS, FUSED_FIELDS, Backend, Installer, uses_only
 from cli import print_status
 from config import Config
 from edits import set_aside, unusable_operations
@@ -599,8 +599,8 @@ PLAN_BLOCK = tl.constexpr(256)  # choices that plan_kernel reads at a time
 
 @triton.jit
 def choose_kernel(
-    logits, input_pos, ids, weights, stride, X, n_active,
-    NORMALIZED: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits, input_pos, choice_bias, ids, weights, stride, X, n_active, scale,
+    NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, 4 X bytes, which are `stride`
     after the logits of the token before it, and writes its ids and weights, 12 n_active bytes. The experts
@@ -609,25 +609,37 @@ def choose_kernel(
     lane = tl.arange(0, BLOCK_X)
     logit = tl.load(logits + token.to(tl.int64) * stride + lane, mask=lane < X, other=float("-inf"))
     logit = tl.where(logit == logit, logit, float("-inf"))  # with NaN, ids must still name experts
+    score = logit
+    if SIGMOID:
+        score = 1 / (1 + tl.exp(-logit))
+    preference = score
+    if choice_bias is not None:
+        preference += tl.load(choice_bias + lane, mask=lane < X, other=0)
     i = tl.arange(0, BLOCK_K)
     chosen = tl.full((BLOCK_K,), -1, tl.int64)
     value = tl.full((BLOCK_K,), float("-inf"), tl.float32)
     is_left = lane < X
     for n in range(0, n_active):
-        largest = tl.max(tl.where(is_left, logit, float("-inf")), 0)
-        e = tl.min(tl.where(is_left & (logit == largest), lane, BLOCK_X), 0)
+        largest = tl.max(tl.where(is_left, preference, float("-inf")), 0)
+        e = tl.min(tl.where(is_left & (preference == largest), lane, BLOCK_X), 0)
         is_left = is_left & (lane != e)
         chosen = tl.where(i == n, e, chosen)
-        value = tl.where(i == n, largest, value)
+        value = tl.where(i == n, tl.max(tl.where(lane == e, score, float("-inf")), 0), value)
 
-    largest = tl.max(value, 0)
-    weight = tl.exp(value - largest)
-    total = tl.sum(weight, 0)
-    if not NORMALIZED:
-        total = tl.sum(tl.exp(logit - largest), 0)
+    if SIGMOID:
+        weight = tl.where(i < n_active, value, 0)
+        total = 1.0
+        if NORMALIZED:
+            total = tl.sum(weight, 0) + 1e-6  # mixers.experts.MIN_SIGMOID_SUM
+    else:
+        largest = tl.max(value, 0)
+        weight = tl.exp(value - largest)
+        total = tl.sum(weight, 0)
+        if not NORMALIZED:
+            total = tl.sum(tl.exp(logit - largest), 0)
     is_padding = tl.load(input_pos + token) < 0
     tl.store(ids + token * n_active + i, tl.where(is_padding, -1, chosen), mask=i < n_active)
-    tl.store(weights + token * n_active + i, weight / total, mask=i < n_active)
+    tl.store(weights + token * n_active + i, weight / total * scale, mask=i < n_active)
 
 
 @triton.jit
@@ -1241,17 +1253,18 @@ def matmul(x, weight, scales, bias, N, bits, groupsize):
     return out
 
 
-def choose_experts(logits, input_pos, X, k, normalized):
+def choose_experts(logits, input_pos, X, k, normalized, scoring="softmax", choice_bias=None, scale=1.0):
     """The experts (B,S,k) of tokens, of which each has X logits in logits (B,S,X or more), and their
     weights."""
     logits = logits.contiguous()
     input_pos = input_pos.contiguous()
     ids = logits.new_empty(*input_pos.shape, k, dtype=torch.int64)
     weights = torch.empty_like(ids, dtype=torch.float32)
-    settings = {"NORMALIZED": normalized, "BLOCK_X": triton.next_power_of_2(X), "BLOCK_K": triton.next_power_of_2(k)}
+    settings = {"NORMALIZED": normalized, "SIGMOID": scoring == "sigmoid"}
+    settings |= {"BLOCK_X": triton.next_power_of_2(X), "BLOCK_K": triton.next_power_of_2(k)}
     with torch.cuda.device_of(logits):
         choose_kernel[(input_pos.numel(),)](
-            logits, input_pos, ids, weights, logits.shape[-1], X, k, **settings, num_warps=1
+            logits, input_pos, choice_bias, ids, weights, logits.shape[-1], X, k, scale, **settings, num_warps=1
         )
     return ids, weights
 
@@ -1749,7 +1762,11 @@ class FusedExperts:
         gate_up = experts.gate_up
         down = experts.down
         logits = ops.linear.default(x.float(), self.router, None)  # (B,S,X), or with a shared expert (B,S,X+1)
-        ids, weights = ops.choose_experts.default(logits, input_pos, experts.X, experts.k, experts.normalized)
+        config = experts.config
+        choice_bias = None if experts.choice is None else experts.choice.bias
+        ids, weights = ops.choose_experts.default(
+            logits, input_pos, experts.X, experts.k, experts.normalized, config.scoring, choice_bias, config.scale
+        )
         shared = None
         if experts.shared is not None:
             shared = self.shared_mlp(x)
@@ -1813,8 +1830,8 @@ class TritonInstaller(Installer):
 
 def prepare_experts(experts: nn.Module):
     """Let the kernels run passes of few tokens through a sparse layer, unless its gate and up have
-    different formats."""
-    if isinstance(experts.gate_up, StackedLinear):
+    different formats, or its config has a field that they do not know."""
+    if isinstance(experts.gate_up, StackedLinear) or not uses_only(experts.config, FUSED_EXPERT_FIELDS):
         return
     experts.run = FusedExperts(experts)
     experts.max_run_tokens = MAX_DECODE_TOKENS

@@ -52,6 +52,8 @@ def destinations(model: Transformer, layout: Layout, found: dict[str, tuple]) ->
     for target, tensor in model.state_dict().items():
         module, _, kind = target.rpartition(".")
         prefix, ours = prefix_of(module, config, layout)
+        if ours in layout.constants:
+            continue
         if ours in EXPERT_STACKS:
             places |= expert_destinations(target, config, layout, found)
             continue
@@ -157,6 +159,11 @@ class AssembledWeights:
         self.config = model.config
 
         found = file.shapes()
+        self.constants = {}  # our tensors that the file lacks
+        for name, tensor in model.state_dict().items():
+            value = layout.constants.get(prefix_of(layer_of(name), model.config, layout)[1])
+            if value is not None:
+                self.constants[name] = torch.full(tensor.shape, value)
         self.places = destinations(model, layout, found)
         # The names of tensors that the model does not need
         self.left_out = [name for name in found if name not in self.places and unneeded(name)]
@@ -171,6 +178,8 @@ class AssembledWeights:
 
     def read(self, name: str, part=None) -> torch.Tensor:
         """One of our tensors, or a part of it (a tp.Slice)."""
+        if name in self.constants:
+            return self.constants[name]
         layer = layer_of(name)
         *number, kind = name.removeprefix(f"{layer}.").split(".")
         # A packed tensor comes from the tensors of the file that are the weight of the matrix.

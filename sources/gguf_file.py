@@ -33,11 +33,11 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor
     rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count
-    expert_feed_forward_length expert_shared_feed_forward_length embedding_scale residual_scale
-    logit_scale ssm.conv_kernel ssm.inner_size
+    expert_feed_forward_length expert_shared_feed_forward_length leading_dense_block_count
+    embedding_scale residual_scale logit_scale ssm.conv_kernel ssm.inner_size
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
-    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered"""
+    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -52,9 +52,9 @@ OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
 # Fields of experts that change what the model computes -> the values that are supported.
 EXPERT_FIELDS = {
-    "expert_weights_norm": [True],
-    "expert_weights_scale": [1.0, 0.0],
     "expert_gating_func": [1, 0],  # softmax, or none is named
+    "expert_weights_scale": [1.0, 0.0],
+    "expert_weights_norm": [True],
     "expert_group_count": [0, 1],
     "expert_group_used_count": [0, 1],
     "expert_shared_count": [0, 1],
@@ -160,12 +160,16 @@ class GgufFile:
         """Warn about unknown fields; refuse kinds of models that are not supported, and absurd sizes."""
         names = {name.removeprefix(self.fields.prefix) for name in self.metadata}
         others = {name for name in names if name.startswith(OTHER_FIELDS)}
-        for name in names - others - {*USED_FIELDS.split(), *EXPERT_FIELDS}:
+        expert_fields = dict(EXPERT_FIELDS)
+        if self.family.gguf_scoring == "sigmoid":
+            expert_fields["expert_gating_func"] = [2]
+            self.hyper("expert_weights_scale", 1.0)  # `experts` uses it
+        for name in names - others - {*USED_FIELDS.split(), *expert_fields}:
             if name.startswith("expert") and self.hyper(name):
                 self.refuse(name, "is not supported")
             if self.left_out and name.startswith("rope."):  # Ollama's name for a field that matters
                 self.refuse(name, "is not known")
-        self.fields.finish(others.union(USED_FIELDS.split()), EXPERT_FIELDS)
+        self.fields.finish(others.union(USED_FIELDS.split()), expert_fields)
 
         if self.left_out:
             kinds = ", ".join(sorted({f"{name.partition('.')[0]}.*" for name in self.left_out}))
@@ -276,10 +280,13 @@ class GgufFile:
         )
 
     def experts(self) -> Experts | None:
-        """The sizes of the experts, which are in all layers. As in llama.cpp, their weights are
-        normalized."""
+        """The sizes of the experts, which are in all layers except the leading dense ones. As in
+        llama.cpp, their weights are normalized."""
         n_expert = self.hyper("expert_count", 0)
         if n_expert == 0:
+            return None
+        layers = tuple(range(self.hyper("leading_dense_block_count", 0), self.n_layer))
+        if not layers:
             return None
         n_active = self.per_layer("expert_used_count")
         width = self.per_layer("expert_feed_forward_length", 0)
@@ -288,8 +295,16 @@ class GgufFile:
             if self.architecture != "llama":
                 width //= n_active
         shared_dim = self.per_layer("expert_shared_feed_forward_length", 0)
-        layers = tuple(range(self.n_layer))
-        return Experts(layers, n_expert, n_active, width, normalized=True, shared_dim=shared_dim)
+        return Experts(
+            layers,
+            n_expert,
+            n_active,
+            width,
+            shared_dim=shared_dim,
+            scoring=self.family.gguf_scoring,
+            choice_bias=any(name.endswith(".exp_probs_b.bias") for name in self.infos),
+            scale=self.nonzero("expert_weights_scale", 1.0),
+        )
 
     def short_conv(self, dim: int) -> ShortConv | None:
         """The sizes of the short convolutions, which are in the layers without key and value heads."""

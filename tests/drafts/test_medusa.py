@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import numbers, write_random
 from programs import main
 from random_heads import random_heads
 from safetensors.torch import load_file, save_file
@@ -17,9 +18,10 @@ from table_model import DRAFT, SETTINGS, p_value
 from test_speculative import three_tokens
 
 from cli import UserError
+from config import Config
 from cpu.build import load_kernels
 from drafts import heads as medusa
-from drafts.draft_model import output_head_rows
+from drafts.draft_model import DraftVocabulary, output_head_rows
 from drafts.heads import (
     HeadsFile,
     MedusaDraft,
@@ -30,6 +32,7 @@ from drafts.heads import (
     read_heads,
     save_heads,
 )
+from drafts.mtp import ReducedHead
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels, load_model
@@ -147,6 +150,18 @@ def test_rows_of_the_output_head_are_those_of_its_matrix(tiny, name):
     layer = model.embedding if model.output is None else model.output
     expected = layer.weights(ids)
     assert (output_head_rows(install_kernels(model), ids) - expected).abs().max() < 1e-6
+
+
+def test_a_soft_cap_acts_on_the_logits_of_drafts(tmp_path):
+    more = {"logits_softcap": 2.0, "logits_scale": 3.0, "mlp": "relu2"}
+    model = load_model(write_random(tmp_path, Config(2, 2, 1, 8, 30, 22, 97, 64, **more)), dtype=torch.float32)
+    x, ids = numbers(3, 30), torch.tensor([5, 90, 17, 0])
+    expected = model.head(x)
+    assert expected.abs().max() <= 2 and expected.abs().max() > 1.9
+    vocabulary = DraftVocabulary(ids, output_head_rows(model, ids), 2.0)
+    assert (vocabulary.logits(x, 97)[:, ids] - expected[:, ids]).abs().max() < 0.05  # in int8
+    head = ReducedHead(model)
+    assert not head.is_whole and torch.equal(head.logits(model, x), expected)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

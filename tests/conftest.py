@@ -30,7 +30,7 @@ with INTERPRET, suppress(ImportError):
 import gguf
 import hypothesis
 import transformers
-from texts import strings
+from texts import TEMPLATE, strings
 from tokenizers import Tokenizer as TokenizersLibrary
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -362,7 +362,6 @@ def tiny_chat_llama(directory, byte_level, context, template, seed):
 def checkpoints(tmp_path_factory, byte_level):
     """The checkpoints of one tiny model with a tokenizer and a template, by format; None is float32."""
     from servers import CONTEXT
-    from texts import TEMPLATE
 
     folder = tmp_path_factory.mktemp("serve")
     tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=1)

@@ -212,6 +212,9 @@ class Config:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
+        used = [name for name in RECURRENT_PARTS if getattr(self, name) is not None]
+        if len(used) > 1:
+            raise ValueError(f"{' and '.join(used)} are both given; a model has one kind of recurrent token mixer")
         if self.recurrent is not None:
             layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
         if self.experts is not None:
@@ -248,7 +251,8 @@ class Config:
     @property
     def recurrent(self) -> DeltaNet | ShortConv | None:
         """The sizes of the recurrent token mixers; None if all layers have attention."""
-        return self.short_conv if self.delta_net is None else self.delta_net
+        parts = [getattr(self, name) for name in RECURRENT_PARTS]
+        return next((part for part in parts if part is not None), None)
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention, and so keys and values."""
@@ -307,6 +311,7 @@ class Config:
 
 # The fields of Config that describe a kind of layer
 PARTS = {"delta_net": DeltaNet, "short_conv": ShortConv, "experts": Experts}
+RECURRENT_PARTS = ("delta_net", "short_conv")  # the recurrent token mixers; a model has one kind of them
 
 MAX_LAYERS = 10_000
 MAX_INT = 100_000_000
@@ -344,3 +349,5 @@ def check_fields(part):
             check_positive_int(field.name, value)
         if float in kinds:
             check_positive(field.name, value)
+        if isinstance(value, dict):  # from a config.json
+            raise ValueError(f"{field.name} must be a {kinds[0].__name__}, not a dict; is it missing in PARTS?")

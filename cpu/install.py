@@ -84,6 +84,9 @@ KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 class CpuInstaller(Installer):
     """Packs a model's weights for the kernels, one layer at a time.
 
+    Quantized weights are copied to new memory, self.packed, in the kernels' layout, and the parts that
+    were read are freed.
+
     Weights (N,C) that are not quantized are packed if they are bfloat16, the processor has AMX, N is
     a multiple of 16, and C of 32. They are packed in place, so no other model may share these
     tensors. In a module that is not a Transformer, only quantized weights are packed. With `kernels`
@@ -212,6 +215,7 @@ def can_fuse(config: Config) -> bool:
         return False
     if config.norm == "layer" and config.norm_placement != "before":
         return False
+    # Each kind of recurrent token mixer in MORE_FUSED_FIELDS has a convolution.
     if config.recurrent is not None and config.recurrent.conv_width > MAX_CONV_WIDTH:
         return False
     return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu", "relu2")

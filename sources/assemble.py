@@ -151,8 +151,9 @@ class AssembledWeights:
     """The weights of a model in a file of another project. UserError if they do not fit the model."""
 
     def __init__(self, path: Path, file: Any, model: Transformer, layout: Layout, unneeded: Callable[[str], bool]):
-        """path: for messages. file: a GgufFile or an HfFiles. model: as in `destinations`. unneeded: whether
-        a tensor of this name, which the model does not have, may be left out."""
+        """path: for messages. file: a GgufFile or an HfFiles. model: as in `destinations`: not quantized,
+        because its shapes are compared with the shapes of the file. unneeded: whether a tensor of this
+        name, which the model does not have, may be left out."""
         self.path = path
         self.file = file
         self.is_mapped = file.is_mapped
@@ -171,28 +172,37 @@ class AssembledWeights:
         expected = {name: place.shape for name, place in self.places.items()}
         check_shapes(path, without_ones(needed), without_ones(expected))
 
-        # The name of our tensor -> the names of the file's tensors that are stacked in it.
+        # The name of our tensor (of a whole, not quantized model) -> the names of the file's tensors that
+        # are stacked in it
         self.stacks = defaultdict(list)
         for name, place in self.places.items():
             self.stacks[place.target].append(name)
 
     def read(self, name: str, part=None) -> torch.Tensor:
-        """One of our tensors, or a part of it (a tp.Slice)."""
+        """One of our tensors, or a part of it (a tp.Slice).
+
+        name: as in the model that is loaded, such as "blocks.0.attention.qkv.weight", or for a quantized
+        part "blocks.0.attention.qkv.blocks", or for one of the pieces of a formats.StackedLinear
+        "blocks.0.attention.qkv.1.blocks".
+        """
         if name in self.constants:
             return self.constants[name]
-        layer = layer_of(name)
-        *number, kind = name.removeprefix(f"{layer}.").split(".")
-        # A packed tensor comes from the tensors of the file that are the weight of the matrix.
-        stack = self.stacks.get(f"{layer}.{kind}") or self.stacks[f"{layer}.weight"]
-        if number:  # one of the pieces of a formats.StackedLinear
-            stack = [stack[int(number[0])]]
-
-        if len(stack) > 1 and layer.endswith(EXPERT_STACKS):
+        stack = self.stack_of(name)
+        kind = name.rpartition(".")[2]
+        if len(stack) > 1 and layer_of(name).endswith(EXPERT_STACKS):
             whole = self.read_experts(stack, kind)
         else:
             pieces = [self.read_piece(stored, kind) for stored in stack]
             whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return whole if part is None else part.cut(whole)
+
+    def stack_of(self, name: str) -> list[str]:
+        """The names of the file's tensors that `read` stacks in one of our tensors. A quantized part comes
+        from the tensors that are the weight of the matrix."""
+        layer = layer_of(name)
+        *piece, kind = name.removeprefix(f"{layer}.").split(".")
+        stack = self.stacks.get(f"{layer}.{kind}") or self.stacks[f"{layer}.weight"]
+        return [stack[int(piece[0])]] if piece else stack
 
     def read_experts(self, names: list[str], kind: str) -> torch.Tensor:
         """The matrices of all experts, one below the other, from several tensors. Besides them, one
@@ -217,8 +227,8 @@ class AssembledWeights:
     def read_piece(self, name: str, kind: str) -> torch.Tensor:
         """A tensor of the file, changed into the form that our model has.
 
-        The matrices of experts (X,N,C) become one matrix (X*N,C). kind: "weight", "bias", or a part of
-        a quantized matrix, whose values the file checks.
+        The matrices of experts (X,N,C) become one matrix (X*N,C). kind: "weight", "bias", or a
+        quantized part, whose values the file checks.
         """
         place = self.places[name]
         tensor = self.file.read(name, kind)

@@ -45,7 +45,7 @@ class Layout:
     # Our module -> the number that fills its weight, which the files lack: ones, for norms without weights.
     constants: dict[str, float] = field(default_factory=dict)
     # A name in the file -> the function that changes its weight and bias while they are read. If a
-    # matrix is quantized, the function gets each of its packed tensors, so it may only move rows.
+    # matrix is quantized, the function gets each of its quantized parts, so it may only move rows.
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
 
     def renamed(self, name: str) -> str:

@@ -392,7 +392,7 @@ class GgufFile:
 
     def read(self, name: str, kind: str = "weight") -> torch.Tensor:
         """A tensor of floating-point numbers, dequantized if need be. With kind "blocks", the
-        packed tensor of a quantized format."""
+        quantized part of a format of blocks."""
         info = self.infos[name]
         tensor = self.read_data(info)
         if kind != "blocks":

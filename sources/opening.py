@@ -161,6 +161,8 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
         # The values of RoPE's tensors are in the Config.
         return name in ROPE_TENSORS or file.is_of_mtp_layer(name)
 
+    # This compares the file's shapes with the model's, so it comes before `swap`, which replaces the
+    # model's matrices by quantized layers in place.
     weights = AssembledWeights(path, file, model, layout, unneeded)
     quantization = None
     if not dequantize:

@@ -884,8 +884,7 @@ def test_under_sanitizers(tmp_path, kernels):
         from cpu.install import CpuInstaller
         from cpu.layers import PackedEmbedding, PackedLinear, PreparedLayer
         import formats
-        from checkpoint import empty_model
-        from writer import Writer
+        from checkpoint import Writer, empty_model
         from config import Config, Experts
 
         build.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

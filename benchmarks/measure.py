@@ -146,7 +146,7 @@ def time_decode(engine: Engine, context: int, steps: int) -> Timing:
     A fresh cache would not do: pages that were never written are not read from memory.
     """
     for block in engine.model.blocks:
-        for tensor in block.state.buffers():
+        for tensor in block.mixer.state.buffers():
             if tensor.is_floating_point():
                 tensor.normal_()
             else:

@@ -884,9 +884,9 @@ def test_under_sanitizers(tmp_path, kernels):
         from cpu.install import CpuInstaller
         from cpu.layers import PackedEmbedding, PackedLinear, PreparedLayer
         import formats
-        from checkpoint import empty_model
-        from writer import Writer
+        from checkpoint import Writer, empty_model
         from config import Config, Experts
+        from load import install_kernels
 
         build.FLAGS += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         assert build.load_kernels(KERNELS)
@@ -928,7 +928,7 @@ def test_under_sanitizers(tmp_path, kernels):
                 table = PreparedLayer("prepare_layer", "dense", rows, None, 131, D, 0, True)
                 handles = [table.handle, *(layer.prepared.handle for layer in layers)]
                 tokens = torch.tensor([130, 0, 7])
-                ops.medusa(torch.randn(3, D).to(dtype), tokens, torch.arange(W), handles, 3)
+                ops.medusa(torch.randn(3, D).to(dtype), tokens, torch.arange(W), *handles, 3)
         pos = torch.cat([torch.arange(500, 504), torch.full((12,), -1)])[None]  # whole tiles of queries are padding
         for start, window in ((0, None), (500, 16)):
             q, k, v = torch.randn(1, 16, 8, 16), torch.randn(1, 1, 600, 16), torch.randn(1, 1, 600, 16)

@@ -436,7 +436,7 @@ def test_llm_tools_and_structured(server, llm_model):
 
 async def pydantic_ai_pieces(agent) -> list[str]:
     async with agent().run_stream(QUESTION) as stream:
-        return [text async for text in stream.stream_text(delta=True)]
+        return [text async for text in stream.stream_text(delta=True, debounce_by=None)]
 
 
 PLAIN = {  # fixture: a whole answer, and the pieces of a streamed one
@@ -461,7 +461,7 @@ PLAIN = {  # fixture: a whole answer, and the pieces of a streamed one
 
 
 @pytest.mark.parametrize("client", PLAIN)
-def test_plain_and_streamed_answers(request, client):
+def test_plain_and_streamed_answers(request, server, client):
     whole, pieces = PLAIN[client]
     made = request.getfixturevalue(client)
     assert "Paris" in whole(made)

@@ -67,7 +67,8 @@ IDLE_S = 0.25
 
 
 def parse_arguments(argv=None):
-    parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
+    description = "Serve a model over HTTP, with OpenAI's API: text, or embeddings if the model's files name a pooling."
+    parser = ArgumentParser(description=description, formatter_class=HelpFormatter)
     port = number(int, "0 to 65535", lambda n: 0 <= n < 65536)
     seconds = number(float, "more than 0", lambda s: s > 0)
     add = parser.add_argument_group("the server").add_argument
@@ -331,6 +332,7 @@ class RunningRequest:
         self.sent_tokens = len(request.new_tokens)
         token_ids = request.new_tokens[start:]
         scored = zip(token_ids, request.token_logprobs[start:])
+        vector = request.embedding
         return Update(
             self.request_id,
             "",
@@ -342,6 +344,7 @@ class RunningRequest:
             error=request.error,
             traceback="".join(traceback.format_exception(failure)) if failure else None,
             token_ids=token_ids,
+            embedding=None if vector is None else vector.numpy().tobytes(),
         )
 
 

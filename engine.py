@@ -524,9 +524,7 @@ class Engine:
         rows are decoding, otherwise a part of each."""
         if not reading:
             return {}
-        # Nobody waits for the next token of an embedding, so many texts are read in one pass.
-        only_embeds = all(row.request.embeds for row in reading)
-        if decoding or (self.options.always_chunk and not only_embeds):
+        if decoding or self.options.always_chunk:
             # A prompt that has waited for MAX_WAIT chunks goes first, then the prompt with the fewest tokens.
             first = min(reading, key=lambda row: (row.waited < MAX_WAIT, len(row.unread), -row.waited))
             return {first.index: self._pass_tokens(first, self.options.chunk_tokens or CHUNK_TOKENS)}

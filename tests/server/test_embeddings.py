@@ -29,6 +29,7 @@ from server.api import ServedModel
 from server.embeddings import EmbeddingBuilder, parse_embeddings
 from server.http_server import make_app
 from server.pipe_messages import Settings
+from sources.hub import directory_files
 
 TOLERANCE = 1e-5  # of a number of a vector of length 1, in float32
 V, END, LENGTH, ROWS, CHUNK = 700, 1, 320, 4, 16
@@ -260,6 +261,11 @@ def test_poolings_of_gguf_files(made, byte_level, tmp_path, kind):
         open_checkpoint(str(tmp_path / "a.gguf"))
 
 
+def test_the_pooling_is_downloaded():
+    names = ["config.json", "modules.json", "1_Pooling/config.json", "model.safetensors", "onnx/config.json"]
+    assert sorted(directory_files(names)) == sorted(names[:4])
+
+
 def test_encoders_are_refused(made, tmp_path):
     for name, value in (("architectures", ["BertModel"]), ("is_causal", False), ("use_bidirectional_attention", True)):
         shutil.copytree(made("body")[1], tmp_path / name)
@@ -361,3 +367,24 @@ def test_the_official_client(made, tmp_path, name, n, launcher):
         assert server.metric("prompt_tokens_reused_total") >= 299
         line = f"POST /v1/embeddings 200: {sum(map(len, few))} prompt tokens (0 reused), 0 new, length"
         assert line in log.read_text() and "Traceback" not in log.read_text()
+
+
+@pytest.mark.full
+def test_other_projects_clients(made, byte_level, tmp_path):
+    why = "pip install -r requirements-clients.txt"
+    langchain = pytest.importorskip("langchain_openai", reason=why)
+    llama_index = pytest.importorskip("llama_index.embeddings.openai_like", reason=why)
+    body, path = made("body")
+    library = Library.from_file(str(byte_level / "tokenizer.json"))
+    texts = ["once upon a time", "the \u20ac sea", "x" * 60]
+    expected = oracle_vectors(body, [library.encode(text, add_special_tokens=False).ids + [END] for text in texts])
+    with running(tmp_path / "log", "--checkpoint_path", path, "--api_key", KEY, *OPTIONS) as server:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        # Its tokens are otherwise those of OpenAI's models.
+        own = langchain.OpenAIEmbeddings(base_url=url, api_key=KEY, model="tiny", check_embedding_ctx_length=False)
+        other = llama_index.OpenAILikeEmbedding(api_base=url, api_key=KEY, model_name="tiny")
+        for vectors in (
+            own.embed_documents(texts), [own.embed_query(text) for text in texts],
+            other.get_text_embedding_batch(texts), [other.get_query_embedding(text) for text in texts],
+        ):  # fmt: skip
+            torch.testing.assert_close(torch.tensor(vectors), expected, atol=TOLERANCE, rtol=0)

@@ -166,9 +166,10 @@ def url(listener: socket.socket) -> str:
 
 
 # Of what a client may ask: the path, the prompt's field, the prompt, and where the answer is.
-TEXT_EXAMPLE = ("completions", "prompt", "Once upon a time", "text")
+TEXT_EXAMPLE = ("completions", "prompt", "Once upon a time", "choices[0].text")
 QUESTION = {"role": "user", "content": "Why is the sky blue?"}
-CHAT_EXAMPLE = ("chat/completions", "messages", [QUESTION], "message.content")
+CHAT_EXAMPLE = ("chat/completions", "messages", [QUESTION], "choices[0].message.content")
+EMBEDDING_EXAMPLE = ("embeddings", "input", "Why is the sky blue?", "data[0].embedding")
 
 
 def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
@@ -177,9 +178,14 @@ def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
         return ""
 
     path, name, prompt, answer = TEXT_EXAMPLE
-    if checkpoint.tokenizer_files.template is not None:
+    limit = {"max_tokens": 200}
+    if checkpoint.tokenizer.embedding is not None:
+        path, name, prompt, answer = EMBEDDING_EXAMPLE
+        limit = {}
+    elif checkpoint.tokenizer_files.template is not None:
         path, name, prompt, answer = CHAT_EXAMPLE
-    body = json.dumps({name: prompt, "max_tokens": 200})
+    body = json.dumps({name: prompt} | limit)
+    arguments = "".join(f", {key}={value}" for key, value in limit.items())
     header = ' -H "Authorization: Bearer $API_KEY"' if api_key else ""
     key = "the key" if api_key else "unused"
 
@@ -192,8 +198,8 @@ From Python (pip install openai):
 from openai import OpenAI
 client = OpenAI(base_url="{address}/v1", api_key="{key}")
 prompt = {json.dumps(prompt)}
-answer = client.{path.replace("/", ".")}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
-print(answer.choices[0].{answer})
+answer = client.{path.replace("/", ".")}.create(model={json.dumps(checkpoint.name)}, {name}=prompt{arguments})
+print(answer.{answer})
 """
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import random_prompts, save_random
+from conftest import ROOT, random_prompts, save_random
 from gguf_writer import bpe_fields, write_gguf
 from scripted import ScriptedEngine
 from servers import KEY, OPTIONS, running
@@ -46,6 +47,7 @@ SIZES = {
     "gguf, nothing appended": (51, 7, 1, 8, 42, 1, True),
     "gguf, converted": (41, 9, 3, 6, 34, 4, True),
 }
+TABLES = json.loads((ROOT / "tests" / "data" / "embeddings.json").read_text())
 KINDS = ("Transformer", "Pooling", "Normalize")
 LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True}
 
@@ -137,7 +139,7 @@ def made(tmp_path_factory, byte_level):
 def test_vectors_equal_those_of_automodel(made, name):
     """Of prompts alone, together, beside requests that generate (chunks then end after 16 tokens), and again."""
     body, path = made(name)
-    embed = Embedder(path, chunk_tokens=CHUNK, always_chunk=True)
+    embed = Embedder(path, chunk_tokens=CHUNK, always_chunk="body" in name)  # otherwise, passes have several prompts
     prompts = random_prompts([1, 2, 16, 17, 33, 97, 300, 5, 8], V)
     normalize = "not normalized" not in name
     expected = oracle_vectors(body, prompts, normalize)
@@ -229,18 +231,11 @@ def test_zeros_and_numbers_that_are_not_finite(made):
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({"kinds": (*KINDS, "Dense")}, "module Dense is not supported; expected Transformer, Pooling and Normalize"),
-    ({"kinds": ("Transformer", "WordWeights")}, "module WordWeights is not supported"),
-    ({"pooling": {"pooling_mode_mean_tokens": True}}, r"1_Pooling/config.json: pooling \['mean_tokens'\] is not"),
-    ({"pooling": LAST | {"pooling_mode_cls_token": True}}, "pooling .*cls_token.* is not supported; expected"),
-    ({"pooling": {"pooling_mode": "mean"}}, "pooling mean is not supported"),
-    ({"pooling": {}}, r"pooling \[\] is not supported"),
-])  # fmt: skip
-def test_other_poolings_are_refused(made, tmp_path, change, why):
+@pytest.mark.parametrize(("kinds", "pooling", "why"), TABLES["poolings"])
+def test_other_poolings_are_refused(made, tmp_path, kinds, pooling, why):
     shutil.copytree(made("body")[1], tmp_path / "hf")
-    write_modules(tmp_path / "hf", **change)
-    with pytest.raises(UserError, match=why):
+    write_modules(tmp_path / "hf", kinds or KINDS, pooling)
+    with pytest.raises(UserError, match=re.escape(why)):
         _ = open_checkpoint(str(tmp_path / "hf")).tokenizer
 
 
@@ -284,28 +279,11 @@ def app_client(path) -> TestClient:
     return TestClient(make_app(settings, ScriptedEngine(), "127.0.0.1"), "http://localhost")
 
 
-@pytest.mark.parametrize(("fields", "why"), [
-    ({}, "input is missing"),
-    ({"input": []}, "input has an empty text"),
-    ({"input": ""}, "input has an empty text"),
-    ({"input": ["a", ""]}, "input has an empty text"),
-    ({"input": [[5], []]}, "input has an empty text"),
-    ({"input": 5}, "input must be a string or a list: 5"),
-    ({"input": [1.5]}, "input[0] must be an integer"),
-    ({"input": [True]}, "input[0] must be"),
-    ({"input": ["a", 5]}, "input[0] must be an integer: 'a'"),
-    ({"input": [V]}, f"token id {V} is outside the vocabulary of {V}"),
-    ({"input": [[5], [-1]]}, "token id -1 is outside the vocabulary"),
-    ({"input": [5] * 321}, "the prompt has 321 tokens, the context is 320"),
-    ({"input": ["a"] * 2049}, "input has 2049 texts, at most 2048 are supported"),
-    ({"input": "a", "dimensions": 0}, "dimensions must be at least 1: 0"),
-    ({"input": "a", "dimensions": 47}, "dimensions must be at most 46, as the model has: 47"),
-    ({"input": "a", "dimensions": True}, "dimensions must be an integer: True"),
-    ({"input": "a", "dimensions": 4.0}, "dimensions must be an integer: 4.0"),
-    ({"input": "a", "dimensions": float("nan")}, "NaN"),
-    ({"input": "a", "encoding_format": "int8"}, "encoding_format must be 'float' or 'base64'"),
-    ({"input": "a", "embd_normalize": 0}, "embd_normalize is not supported, except with null or 2"),
-])  # fmt: skip
+LONG = [({"input": [5] * 321}, "the prompt has 321 tokens, the context is 320")]
+LONG += [({"input": ["a"] * 2049}, "input has 2049 texts, at most 2048 are supported")]
+
+
+@pytest.mark.parametrize(("fields", "why"), TABLES["bodies"] + LONG)
 def test_bodies_that_are_refused(made, fields, why):
     client = app_client(made("body")[1])
     for path in ("/v1/embeddings", "/embeddings"):
@@ -366,6 +344,7 @@ def test_the_official_client(made, tmp_path, name, n, launcher):
         assert server.metric('requests_total{outcome="length"}') == n + 7
         assert server.metric("prompt_tokens_reused_total") >= 299
         line = f"POST /v1/embeddings 200: {sum(map(len, few))} prompt tokens (0 reused), 0 new, length"
+        assert "client.embeddings.create(model=" in log.read_text()
         assert line in log.read_text() and "Traceback" not in log.read_text()
 
 

@@ -199,7 +199,7 @@ def test_a_quantized_vector_does_not_depend_on_its_neighbours(made, tmp_path, na
     _, path = made(name)
     ours = convert(open_checkpoint(str(path)), tmp_path / "ours", torch.float32)
     quantize_checkpoint(ours, tmp_path / "int4", Quantization("int4", 32, "int8"))
-    embed = Embedder(tmp_path / "int4", chunk_tokens=CHUNK, always_chunk=True)
+    embed = Embedder(tmp_path / "int4", chunk_tokens=CHUNK)
     assert embed.engine.model.backend.chunk_invariant
     prompts = random_prompts([1, 17, 33, 65, 150], V)
     alone = []

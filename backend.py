@@ -51,7 +51,7 @@ class Backend:
     run_blocks: Callable | None = None
     # The same for the block of the MTP layer
     run_draft: Callable | None = None
-    # What mtp.DraftLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
+    # What mtp.MTPLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
     write_draft_keys: Callable | None = None
     max_fused_tokens: int = 0  # these take up to this many new tokens per row
     # A pass of up to MAX_DECODE_TOKENS tokens per row gives the same bits with any number of
@@ -105,6 +105,12 @@ class Installer:
         return Backend()
 
 
+def synchronize(device: torch.device):
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 # ---------------------------------------------------------------- which models the fused operations know
 
 # The fields of config.Config that the fused operations (all blocks of a model in one call) take
@@ -113,16 +119,23 @@ FUSED_FIELDS = (
     "n_layer", "n_head", "n_kv_head", "head_dim", "dim", "hidden_dim", "vocab_size", "max_seq_length", "norm_eps",
     "rope_base", "rope_scaling", "tied_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sliding_window",
     "sliding_layers", "norm", "mlp", "alibi", "embedding_norm", "post_norm_residual", "n_token", "layers_without_rope",
-    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale", "mtp",
+    "sliding_rope_base", "rotary_dim", "embedding_scale", "attention_scale", "logits_scale", "logits_softcap", "mtp",
+)  # fmt: skip
+# The fields of config.Experts that the fused operations take into account.
+FUSED_EXPERT_FIELDS = (
+    "layers", "n_expert", "n_active", "hidden_dim", "normalized", "shared_dim", "scoring", "choice_bias", "scale",
 )  # fmt: skip
 
 
 def uses_only(config, known):
-    """Whether all fields of a config other than `known` have their default values.
+    """Whether all fields of a config, or of its Experts, other than `known` have their default values.
 
     With known=FUSED_FIELDS: whether the fused operations implement all that a model needs.
     """
     others = [field for field in fields(config) if field.name not in known]
+    experts = getattr(config, "experts", None)
+    if experts is not None and not uses_only(experts, FUSED_EXPERT_FIELDS):
+        return False
     return all(getattr(config, field.name) == field.default for field in others)
 
 

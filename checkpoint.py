@@ -61,8 +61,9 @@ class Checkpoint:
     path: Path
     config: Config
     quantization: Quantization | None
-    # open_weights(model) checks that the files hold exactly the tensors of a whole model on the meta
-    # device, and returns a DirectoryWeights or a sources.assemble.AssembledWeights.
+    # open_weights(model) returns a DirectoryWeights or a sources.assemble.AssembledWeights, which has
+    # checked that the files hold exactly the tensors of a whole model on the meta device. (For a GGUF
+    # file, sources.opening.open_gguf has checked this before it made the model quantized.)
     open_weights: Callable[[Transformer], Any]
     read_tokenizer_files: Callable[[], TokenizerFiles]
     files: "FileStates"
@@ -183,7 +184,9 @@ def read_weights(
     model.activation_dtype = dtype if checkpoint.config.float32_norms else None
 
     total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
-    if checkpoint.quantization is None:  # quantized tensors are freed one by one as they are packed
+    # Memory for all tensors at once, but none for quantized models: their tensors are freed one by one,
+    # when the kernels have packed them.
+    if checkpoint.quantization is None:
         installer.reserve(total)
     # The blocks are last, because the largest tensors, which are outside of them, need the most
     # memory while they are packed.

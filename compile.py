@@ -143,6 +143,10 @@ def warm_up(engine: Engine, prompts: list[list[int]], random: bool) -> float:
         with Stopwatch(f"compiling {' and '.join(kinds)}", hint) as watch, engine.decoding.rehearsal():
             for batch in batches:
                 generate(engine, [Request(list(prompt), params, 3) for prompt in batch])
+    except torch._dynamo.exc.Unsupported as error:  # a print in `forward`, for example
+        place = error.real_stack[-1]
+        where = f"{place.filename}:{place.lineno}, {place.line}"
+        raise UserError(f"--compile cannot compile {where} ({first_line(error)}); leave out --compile") from None
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if "InvalidCxxCompiler" not in repr(error):
             raise

@@ -130,11 +130,16 @@ class Experts:
     normalized: bool = True  # a token's weights of its experts are divided by their sum
     # Qwen3.5: the hidden width of one more expert, which all tokens use, with a gate; 0: there is none
     shared_dim: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # the router's scores; LFM2-MoE: the sigmoids of its logits
+    choice_bias: bool = False  # LFM2-MoE: a bias on the scores, which only decides which experts are chosen
+    scale: float = 1.0  # LFM2-MoE: the weights of the experts are multiplied by it
 
     def __post_init__(self):
         check_fields(self)
         if self.n_active > self.n_expert:
             raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
+        if self.choice_bias and self.scoring != "sigmoid":
+            raise ValueError("choice_bias needs scoring 'sigmoid'")
 
     def of_rank(self, shard) -> "Experts":
         """The sizes of one rank's part (shard: a tp.Shard)."""
@@ -186,9 +191,11 @@ class Config:
     attention_scale: float | None = None  # Granite: factor of queries times keys; None means head_dim ** -0.5
     residual_scale: float = 1.0  # Granite: factor of the outputs of attention and MLP
     logits_scale: float = 1.0  # Granite: factor of the logits
+    logits_softcap: float | None = None  # nanochat: c tanh(logits / c) instead of the logits
 
-    # geglu: swiglu with tanh-GELU (Gemma); gelu: tanh-GELU without a gate (BLOOM)
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    # geglu: swiglu with tanh-GELU (Gemma). Without a gate: gelu, tanh-GELU (BLOOM); relu2, the square of
+    # ReLU (nanochat)
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     # The kind of all norms except qk_norm; layer: LayerNorm with a bias (BLOOM)
     norm: Literal["rms", "layer"] = "rms"
     alibi: bool = False  # BLOOM: ALiBi's linear bias on the attention scores instead of RoPE
@@ -205,6 +212,9 @@ class Config:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
+        used = [name for name in RECURRENT_PARTS if getattr(self, name) is not None]
+        if len(used) > 1:
+            raise ValueError(f"{' and '.join(used)} are both given; a model has one kind of recurrent token mixer")
         if self.recurrent is not None:
             layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
         if self.experts is not None:
@@ -241,7 +251,8 @@ class Config:
     @property
     def recurrent(self) -> DeltaNet | ShortConv | None:
         """The sizes of the recurrent token mixers; None if all layers have attention."""
-        return self.short_conv if self.delta_net is None else self.delta_net
+        parts = [getattr(self, name) for name in RECURRENT_PARTS]
+        return next((part for part in parts if part is not None), None)
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention, and so keys and values."""
@@ -300,6 +311,7 @@ class Config:
 
 # The fields of Config that describe a kind of layer
 PARTS = {"delta_net": DeltaNet, "short_conv": ShortConv, "experts": Experts}
+RECURRENT_PARTS = ("delta_net", "short_conv")  # the recurrent token mixers; a model has one kind of them
 
 MAX_LAYERS = 10_000
 MAX_INT = 100_000_000
@@ -337,3 +349,5 @@ def check_fields(part):
             check_positive_int(field.name, value)
         if float in kinds:
             check_positive(field.name, value)
+        if isinstance(value, dict):  # from a config.json
+            raise ValueError(f"{field.name} must be a {kinds[0].__name__}, not a dict; is it missing in PARTS?")

@@ -81,7 +81,7 @@ STANDS_FOR = {
     "expert_mlp": EXPERTS,
     "fused_linear": (*PACKED, *NORMS, "model.MLP.forward"),
     "rotary": KEYS,
-    "write_draft_keys": ("mixers.mtp.DraftLayer.read", "mixers.mtp.DraftLayer.join", *KEYS, *NORMS, *STATES),
+    "write_draft_keys": ("mixers.mtp.MTPLayer.read", "mixers.mtp.MTPLayer.join", *KEYS, *NORMS, *STATES),
     "blocks": (
         "model.Block.forward",
         "model.Block.add",
@@ -130,12 +130,12 @@ layers.Linear.multiply_rows 545aa72d5c4e 5e7564b9aea1
 layers.MatrixLayer.multiply_expert c5ef583c3674 41bc847319b0
 layers.RMSNorm.forward cd19c72a6abf 11aa9cd73518
 layers.Router.forward 089eda3f4b72 4c54d1c039bb
-mixers.experts.SparseMLP.choose 40ca6603030f b7ae5daa0e0f
+mixers.experts.SparseMLP.choose 94bcae857f7d 8ddf17f5f64a
 mixers.experts.SparseMLP.count 59d5267662a1 88debef37853
 mixers.experts.SparseMLP.forward 80c2da896614 006b492434e0
 mixers.experts.run_experts f182baf70219 b8b0369eedb8
-mixers.mtp.DraftLayer.join f8ec4370faf4 6b7e69c173f5
-mixers.mtp.DraftLayer.read a84e3f13852e c872c4f488ba
+mixers.mtp.MTPLayer.join f8ec4370faf4 6b7e69c173f5
+mixers.mtp.MTPLayer.read a84e3f13852e c872c4f488ba
 mixers.recurrent.ConvState.move_base 898f60e46378 18e6f69248a5
 mixers.recurrent.Convolution.forward 8472de3636de 928dddb0df92
 mixers.recurrent.Decay.forward a4186831abaa bbe093a01fcb
@@ -157,7 +157,7 @@ model.Attention.read c2845ee3b53a 2fd8ea81c092
 model.Block.add 2516a9dbc506 a0c8ed2d3606
 model.Block.forward b9bcef193506 4552b86e6cac
 model.KVCache.write 764453571dce a345fabb79d1
-model.MLP.forward 017600a93a24 d2b48ae3af5c
+model.MLP.forward a13152ae1272 46643114810e
 positions.rotate 2885a8bed7ef afcacfcbcf08
 sampling.adjusted 8c1c27f87efe 73c3d85a7ba1
 sampling.any_row 93b6720e5e3b 7ff724410389
@@ -217,7 +217,7 @@ def say_once(name: str, runs_block: bool, operations: str):
 
 
 def module_of(name: str) -> str:
-    """The module of a function with a name such as mixers.mtp.DraftLayer.read."""
+    """The module of a function with a name such as mixers.mtp.MTPLayer.read."""
     return re.match(r"(mixers\.)?\w+", name)[0]
 
 

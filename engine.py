@@ -362,6 +362,9 @@ class Plan:
 class Engine:
     """Serves requests with one model.
 
+    A model belongs to one engine at a time: another Engine of the same model makes new caches, and the
+    first one must not be used again.
+
     rows: the number of cache rows, and so of requests that run at the same time. length: the
     positions of each row, for a prompt and its new tokens. steps: the functions to call, by default
     uncompiled ones. decoding: a speculative.Speculation, by default PlainDecoding.

@@ -6,11 +6,12 @@ Knows nothing of files.
 
 A weight matrix (N,C) has N rows (outputs) and C columns (inputs). Each row is divided into G groups
 of `groupsize` columns; the last group may be shorter, and a groupsize of 0 means one group per row
-(per channel). A weight is
+(per channel). (For formats of GGUF files, `groupsize` is the columns of a block of the file. In the
+K-quants, 256 columns are a block, and 16 or 32 of them a group: Format.group.) A weight is
     level * scale + min,  or  table[level] * scale
 Each weight has its own level, an integer of few bits; its group shares the scale and, in some
-formats, the min. Each of these parts is a tensor, the same in files for every device: the kernels
-of a device pack them again at load.
+formats, the min. Each of these quantized parts is a tensor, the same in files for every device: the
+kernels of a device pack them again at load, in a layout of their own.
 """
 
 import re
@@ -26,14 +27,14 @@ from cli import print_status
 from layers import Embedding, Linear, MatrixLayer
 from model import Transformer
 
-PACKED_AT_ONCE = 1 << 20  # weights packed at once: packing makes several float32 copies of them
+PACKED_AT_ONCE = 1 << 20  # weights quantized at once: quantizing makes several float32 copies of them
 UNPACK_BLOCK = 1 << 22  # weights unpacked at once: few enough to stay in the CPU's cache until they are multiplied
 
 # ---------------------------------------------------------------- what a format consists of
 
 
 class Part(NamedTuple):
-    """A part of a packed matrix (N,C): a tensor of `count` elements for each `columns` columns of
+    """A part of a quantized matrix (N,C): a tensor of `count` elements for each `columns` columns of
     each row."""
 
     name: str
@@ -51,7 +52,7 @@ MINS = Part("mins", torch.float16, 0)
 
 
 class Decoded(NamedTuple):
-    """What rows of packed weights consist of. A weight is level * scale + min."""
+    """What rows of quantized weights consist of. A weight is level * scale + min."""
 
     levels: Tensor  # (...,C)
     scales: Tensor  # (...,G)
@@ -71,7 +72,7 @@ class Format:
     parts: tuple[Part, ...]
     decode: Callable[[dict[str, Tensor], int], Decoded]
     quantize: Callable[[Tensor, int], dict[str, Tensor]] | None = None
-    groupsizes: tuple[int, ...] = (0, 32, 64, 128)
+    groupsizes: tuple[int, ...] = (0, 32, 64, 128)  # of GGUF's formats: the columns of a block
     group: int = 0  # the columns that share a scale after `decode`, if fewer than the groupsize (K-quants)
     halves_at: tuple[int, ...] = ()  # the bytes of a block at which float16 numbers begin
 
@@ -367,15 +368,15 @@ GPTQ = "int4-gptq"  # a mode of Quantization, in the format int4
 
 
 def pack(w: Tensor, format: str, groupsize: int) -> dict[str, Tensor]:
-    """Quantize w (N,C) to the parts of a format, in blocks of rows to need little memory besides w."""
+    """Quantize w (N,C) to the quantized parts of a format, in blocks of rows to need little memory besides w."""
     blocks = w.split(max(1, PACKED_AT_ONCE // w.shape[1]))
     packed = [FORMATS[format].quantize(rows, groupsize) for rows in blocks]
     return {name: torch.cat([parts[name] for parts in packed]) for name in packed[0]}
 
 
 class Scheme(NamedTuple):
-    """How one matrix is stored: the name of its format, and the columns that share a scale (0: a
-    whole row)."""
+    """How one matrix is stored: the name of its format, and the columns of a group, or for a format of
+    GGUF files of a block (0: a whole row)."""
 
     format: str
     groupsize: int
@@ -386,7 +387,7 @@ class Quantization:
     """How the matrices of a checkpoint are stored.
 
     mode: the format of the matrices in the blocks, or "int4-gptq": int4, made with GPTQ.
-    groupsize: the columns that share a scale in this format; 0: a whole row.
+    groupsize: as in Scheme.
     head: the format of the embedding and the output head.
     exceptions: module name -> format, for all modules that have another one. If q, k and v, or gate
     and up, have different formats, the exception for the module that holds them names them all

@@ -51,6 +51,8 @@ CONVERSATION_LENGTH = 8192  # cache positions for --interactive: the length is n
 
 
 def parse_arguments(argv=None):
+    """The options. An argument without an option, such as a model's name, becomes `checkpoint_path`
+    (cli.ArgumentParser.parse_args)."""
     parser = ArgumentParser(description="Generate text.", formatter_class=HelpFormatter)
 
     group = "prompts (each option may be repeated; all prompts are one batch)"

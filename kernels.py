@@ -378,7 +378,7 @@ define(
 )
 define(
     "prepare_experts(int router, int gate_up, int down, int? shared_gate_up, int? shared_down, int X, int k, "
-    "bool normalized, ScalarType dtype) -> int"
+    "bool normalized, ScalarType dtype, str scoring='softmax', Tensor? choice_bias=None, float scale=1.0) -> int"
 )
 define("release_experts(int[] handles) -> ()")
 define("sparse_mlp(Tensor x, Tensor input_pos, Tensor(a!) counts, int experts) -> Tensor", empty_like_first)
@@ -430,8 +430,9 @@ define(
     lambda qkv, *rest: qkv.new_empty((*qkv.shape[:2], rest[-2], rest[-3].shape[-1])),
 )
 define(
-    "choose_experts(Tensor logits, Tensor input_pos, int X, int k, bool normalized) -> (Tensor, Tensor)",
-    lambda logits, input_pos, X, k, normalized: (
+    "choose_experts(Tensor logits, Tensor input_pos, int X, int k, bool normalized, str scoring='softmax', "
+    "Tensor? choice_bias=None, float scale=1.0) -> (Tensor, Tensor)",
+    lambda logits, input_pos, X, k, *rest: (
         logits.new_empty((*input_pos.shape, k), dtype=torch.int64),
         logits.new_empty((*input_pos.shape, k)),
     ),

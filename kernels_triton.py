@@ -52,7 +52,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import sampling
-from backend import FUSED_FIELDS, Backend, Installer, uses_only
+from backend import FUSED_EXPERT_FIELDS, FUSED_FIELDS, Backend, Installer, uses_only
 from cli import print_status
 from config import Config
 from edits import set_aside, unusable_operations
@@ -467,7 +467,7 @@ def sum_tiles(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums (BLOCK_N,TILE_M) of linear_kernel for these rows over the tiles begin..stop, which are
-    scaled if GROUPSIZE. Returns those of y, up and x, and sums of squares of x (WIDTH,TILE_M).
+    scaled if GROUPSIZE. Returns the sums of y, up and x, and the sums of squares of x (WIDTH,TILE_M).
 
     The weights are the left operand of tl.dot, because then 8 rows of x fill a tensor core's operand;
     as the left operand x would need 16 rows.
@@ -587,11 +587,11 @@ def matmul_kernel(
 # ---------------------------------------------------------------- sparse layers: experts.SparseMLP
 #
 # A token uses k = n_active of X experts, so M tokens make R = M * k choices; choice c is one of token
-# c // k. The plan sorts the choices by their experts, and divides those of each expert into tiles of
+# c // k. The plan sorts the choices by their experts, and divides the choices of each expert into tiles of
 # TILE_M. It is made on the device, so one captured CUDA graph serves every choice: the grid has as
 # many tiles as there may be (`plan_experts`), and programs of tiles that are not used return at once.
 #
-# An expert's weights are laid out as those of any other layer, and the experts follow each other. The
+# An expert's weights are laid out as any other layer's, and the experts follow each other. The
 # tiles of an expert run together, so all but the first find its weights in the L2 cache.
 
 PLAN_BLOCK = tl.constexpr(256)  # choices that plan_kernel reads at a time
@@ -599,35 +599,47 @@ PLAN_BLOCK = tl.constexpr(256)  # choices that plan_kernel reads at a time
 
 @triton.jit
 def choose_kernel(
-    logits, input_pos, ids, weights, stride, X, n_active,
-    NORMALIZED: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits, input_pos, choice_bias, ids, weights, stride, X, n_active, scale,
+    NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, 4 X bytes, which are `stride`
-    after those of the token before it, and writes its ids and weights, 12 n_active bytes. The experts
+    after the logits of the token before it, and writes its ids and weights, 12 n_active bytes. The experts
     with the largest logits are found one after the other."""
     token = tl.program_id(0)
     lane = tl.arange(0, BLOCK_X)
     logit = tl.load(logits + token.to(tl.int64) * stride + lane, mask=lane < X, other=float("-inf"))
     logit = tl.where(logit == logit, logit, float("-inf"))  # with NaN, ids must still name experts
+    score = logit
+    if SIGMOID:
+        score = 1 / (1 + tl.exp(-logit))
+    preference = score
+    if choice_bias is not None:
+        preference += tl.load(choice_bias + lane, mask=lane < X, other=0)
     i = tl.arange(0, BLOCK_K)
     chosen = tl.full((BLOCK_K,), -1, tl.int64)
     value = tl.full((BLOCK_K,), float("-inf"), tl.float32)
     is_left = lane < X
     for n in range(0, n_active):
-        largest = tl.max(tl.where(is_left, logit, float("-inf")), 0)
-        e = tl.min(tl.where(is_left & (logit == largest), lane, BLOCK_X), 0)
+        largest = tl.max(tl.where(is_left, preference, float("-inf")), 0)
+        e = tl.min(tl.where(is_left & (preference == largest), lane, BLOCK_X), 0)
         is_left = is_left & (lane != e)
         chosen = tl.where(i == n, e, chosen)
-        value = tl.where(i == n, largest, value)
+        value = tl.where(i == n, tl.max(tl.where(lane == e, score, float("-inf")), 0), value)
 
-    largest = tl.max(value, 0)
-    weight = tl.exp(value - largest)
-    total = tl.sum(weight, 0)
-    if not NORMALIZED:
-        total = tl.sum(tl.exp(logit - largest), 0)
+    if SIGMOID:
+        weight = tl.where(i < n_active, value, 0)
+        total = 1.0
+        if NORMALIZED:
+            total = tl.sum(weight, 0) + 1e-6  # mixers.experts.MIN_SIGMOID_SUM
+    else:
+        largest = tl.max(value, 0)
+        weight = tl.exp(value - largest)
+        total = tl.sum(weight, 0)
+        if not NORMALIZED:
+            total = tl.sum(tl.exp(logit - largest), 0)
     is_padding = tl.load(input_pos + token) < 0
     tl.store(ids + token * n_active + i, tl.where(is_padding, -1, chosen), mask=i < n_active)
-    tl.store(weights + token * n_active + i, weight / total, mask=i < n_active)
+    tl.store(weights + token * n_active + i, weight / total * scale, mask=i < n_active)
 
 
 @triton.jit
@@ -643,7 +655,7 @@ def plan_kernel(ids, counts, experts, choices, R, X, slots, BLOCK_X: tl.constexp
     """Plan the products of the R choices in ids: grid (X,).
 
     Writes experts (slots,), the expert of each tile, or -1 if it is not used; and choices
-    (slots,TILE_M), those of each tile in ascending order, then -1. Adds the tokens of each expert, and
+    (slots,TILE_M), the slots of each tile in ascending order, then -1. Adds the tokens of each expert, and
     the number of experts, to counts (X+1,). Each program reads all ids, 8 R bytes, from the L2 cache.
     """
     e = tl.program_id(0)
@@ -1093,8 +1105,8 @@ def choose_tiles(bits: int, groupsize: int, N: int, C: int, gated: bool, device:
 
 
 def expert_settings(bits: int, groupsize: int, N: int, C: int, gated: bool, device: torch.device) -> dict:
-    """The settings of expert_kernel for a token's experts, which have N outputs together. Its tiles are
-    those of one product with as many outputs, but its columns are never split."""
+    """The settings of expert_kernel for a token's experts, which have N outputs together. It has the tiles
+    of one product with as many outputs, but its columns are never split."""
     tiles = choose_tiles(bits, groupsize, N, C, gated, device)
     is_even = C % (TILE_BITS.value // bits) == 0
     settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": is_even}
@@ -1241,17 +1253,18 @@ def matmul(x, weight, scales, bias, N, bits, groupsize):
     return out
 
 
-def choose_experts(logits, input_pos, X, k, normalized):
+def choose_experts(logits, input_pos, X, k, normalized, scoring="softmax", choice_bias=None, scale=1.0):
     """The experts (B,S,k) of tokens, of which each has X logits in logits (B,S,X or more), and their
     weights."""
     logits = logits.contiguous()
     input_pos = input_pos.contiguous()
     ids = logits.new_empty(*input_pos.shape, k, dtype=torch.int64)
     weights = torch.empty_like(ids, dtype=torch.float32)
-    settings = {"NORMALIZED": normalized, "BLOCK_X": triton.next_power_of_2(X), "BLOCK_K": triton.next_power_of_2(k)}
+    settings = {"NORMALIZED": normalized, "SIGMOID": scoring == "sigmoid"}
+    settings |= {"BLOCK_X": triton.next_power_of_2(X), "BLOCK_K": triton.next_power_of_2(k)}
     with torch.cuda.device_of(logits):
         choose_kernel[(input_pos.numel(),)](
-            logits, input_pos, ids, weights, logits.shape[-1], X, k, **settings, num_warps=1
+            logits, input_pos, choice_bias, ids, weights, logits.shape[-1], X, k, scale, **settings, num_warps=1
         )
     return ids, weights
 
@@ -1276,9 +1289,9 @@ def expert_mlp(
     """The outputs of a sparse layer for tokens x (B,S,D) that use the experts ids (B,S,k), -1 for none.
 
     gate_up and down: the weights of X experts, packed or not, of the sizes (2 F,D) and (D,F), where
-    F = hidden. bits and groupsizes: those of gate_up, and of down.
-    shared (B,S,D): the output of the shared expert, or None. logits (B,S,X+1): the last are those of
-    its gate.
+    F = hidden. bits and groupsizes: of gate_up, and of down.
+    shared (B,S,D): the output of the shared expert, or None. logits (B,S,X+1): the last one is
+    its gate's.
     """
     D = x.shape[-1]
     k = ids.shape[-1]
@@ -1624,7 +1637,7 @@ def sample(logits, rows, position, drafted, *settings):
     return ids, logprobs
 
 
-# The first arguments of sample_kernel are those of the schema, in this order.
+# The first arguments of sample_kernel are the arguments of the schema, in this order.
 if sample_kernel.arg_names[: len(sampling.ARGUMENTS)] == sampling.ARGUMENTS:
     LIBRARY.impl("sample", sample, "CUDA")
 else:
@@ -1749,7 +1762,11 @@ class FusedExperts:
         gate_up = experts.gate_up
         down = experts.down
         logits = ops.linear.default(x.float(), self.router, None)  # (B,S,X), or with a shared expert (B,S,X+1)
-        ids, weights = ops.choose_experts.default(logits, input_pos, experts.X, experts.k, experts.normalized)
+        config = experts.config
+        choice_bias = None if experts.choice is None else experts.choice.bias
+        ids, weights = ops.choose_experts.default(
+            logits, input_pos, experts.X, experts.k, experts.normalized, config.scoring, choice_bias, config.scale
+        )
         shared = None
         if experts.shared is not None:
             shared = self.shared_mlp(x)
@@ -1813,8 +1830,8 @@ class TritonInstaller(Installer):
 
 def prepare_experts(experts: nn.Module):
     """Let the kernels run passes of few tokens through a sparse layer, unless its gate and up have
-    different formats."""
-    if isinstance(experts.gate_up, StackedLinear):
+    different formats, or its config has a field that they do not know."""
+    if isinstance(experts.gate_up, StackedLinear) or not uses_only(experts.config, FUSED_EXPERT_FIELDS):
         return
     experts.run = FusedExperts(experts)
     experts.max_run_tokens = MAX_DECODE_TOKENS

@@ -107,12 +107,12 @@ class Transformer(nn.Module):
         for layer in range(own.n_layer):
             self.blocks.append(Block(own, layer, ropes.index(own.rope(layer)), shard))
         self.norm = make_norm(own)
-        self.mtp = None  # the MTP layer: an mtp.DraftLayer
+        self.mtp = None  # the MTP layer: an mtp.MTPLayer
         if own.mtp:
-            from mixers.mtp import DraftLayer
+            from mixers.mtp import MTPLayer
 
             rope_table = ropes.index(own.rope(own.n_layer))
-            self.mtp = DraftLayer(own, Block(own, own.n_layer, rope_table, shard))
+            self.mtp = MTPLayer(own, Block(own, own.n_layer, rope_table, shard))
         vocabulary = [[Units(VOCABULARY, own.vocab_size)]]
         self.output = None if own.tied_embeddings else Linear(own.dim, own.vocab_size, False, vocabulary)
 
@@ -326,10 +326,19 @@ class Transformer(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Hidden states (...,D) to logits (...,V). If the model is split, every rank gets all V
         logits."""
+        return soft_cap(self.linear_head(x), self.config.logits_softcap)
+
+    def linear_head(self, x: Tensor) -> Tensor:
+        """The logits (...,V) without their soft cap: a linear function of the hidden states."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)
         if self.config.logits_scale != 1.0:
             logits = logits * self.config.logits_scale
         return self.shard.gather(logits, self.config.vocab_size)
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits that stay between -cap and cap; the same logits if there is no cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class Block(nn.Module):
@@ -571,7 +580,8 @@ def layer_position_bytes(config: Config, dtype: torch.dtype) -> int:
 
 
 class MLP(FeedForward):
-    """SwiGLU or GeGLU (arXiv:2002.05202), or BLOOM's ungated tanh-GELU."""
+    """SwiGLU or GeGLU (arXiv:2002.05202); or without a gate, tanh-GELU or the square of ReLU
+    (arXiv:2109.08668)."""
 
     name = "mlp"
 
@@ -579,7 +589,7 @@ class MLP(FeedForward):
         """kind: which of a rank's hidden widths this is (tp.Shard.own_hidden)."""
         super().__init__()
         self.kind = config.mlp
-        self.gated = config.mlp != "gelu"
+        self.gated = config.mlp in ("swiglu", "geglu")
         hidden = Units(kind, hidden_dim, even=False)
         if self.gated:
             self.gate_up = Linear(config.dim, 2 * hidden_dim, config.mlp_bias, [[hidden], [hidden]])
@@ -592,7 +602,9 @@ class MLP(FeedForward):
         return [self.gate_up if self.gated else self.up, self.down]
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        if not self.gated:
+        if self.kind == "relu2":
+            return self.down(F.relu(self.up(x)).square())
+        if self.kind == "gelu":
             return self.down(F.gelu(self.up(x), approximate="tanh"))
 
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each

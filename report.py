@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from backend import synchronize
 from checkpoint import is_ours, read_config, read_quantization
 from cli import UserError, counted, print_status, size_text
 from config import Config
@@ -105,11 +106,6 @@ def all_reduces_s(model: Transformer, rows: int) -> float:
         model.shard.all_reduce(x)
     synchronize(x.device)
     return (time.perf_counter() - start) / times
-
-
-def synchronize(device: torch.device):
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -44,12 +44,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend import synchronize
 from costs import weight_reads
 from drafts.controller import Candidate, Controller
 from drafts.draft import MAX_K, WIDTHS, Draft, Proposal, full_width_choices, width_of
 from engine import Batch, Engine, PlainDecoding, StepResult, Timing, set_masks
 from kernels import MAX_DECODE_TOKENS
-from report import synchronize
 from sampling import Sampling, exponential_noise, probabilities, sample
 
 MAX_PAUSE = 8  # after n fruitless searches the next n steps do not search, but at most this many

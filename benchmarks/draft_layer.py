@@ -1,4 +1,4 @@
-"""What a layer that drafts tokens (mtp) costs and gains, by how often it is right (docs/speculation.md).
+"""What an MTP layer costs and gains, by how often it is right (docs/speculation.md).
 
     python benchmarks/random_qwen35.py 0.8B QWEN2.gguf random.BF16.gguf --mtp
     llama-quantize random.BF16.gguf random.Q4_K_M.gguf Q4_K_M

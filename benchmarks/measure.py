@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from backend import synchronize
 from checkpoint import CHECKPOINTS, is_ours
 from cli import ArgumentParser, UserError, positive, print_status
 from compile import compile_counts
@@ -42,7 +43,6 @@ from engine import Engine, Request, Timing, generate
 from formats import Quantization
 from load import open_checkpoint
 from quantize import quantize_checkpoint
-from report import synchronize
 from sampling import SamplingParams
 from sources.wheels import default_gguf
 

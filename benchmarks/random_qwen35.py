@@ -1,12 +1,14 @@
-"""Writes a GGUF file of Qwen3.5's architecture with random weights, for measurements of speed.
+"""Writes a GGUF file of Qwen3.5's or LFM2-MoE's architecture with random weights, for measurements of speed.
 
     python benchmarks/random_qwen35.py 0.8B QWEN2.gguf random.BF16.gguf
     llama-quantize random.BF16.gguf random.Q4_K_M.gguf Q4_K_M
+    python benchmarks/random_qwen35.py 8B-A1B QWEN2.gguf random.Q4_K_M.gguf --blocks
 
-The sizes are those of Qwen3.5, but for the vocabulary, which is that of QWEN2.gguf (for example the
-file of fetch_models.py). The words of such a model mean nothing, but it takes as long as a real one.
+The vocabulary is that of QWEN2.gguf (for example the file of fetch_models.py), the other sizes are the
+model's. The words of such a model mean nothing, but it takes as long as a real one. With --blocks, the
+matrices are random blocks in the types that Q4_K_M mixes, so a large model needs no llama-quantize.
 
-With --mtp the file has the layer that drafts tokens, and this layer is always right: its own weights
+With --mtp the file has an MTP layer, and this layer is always right: its own weights
 and the model's are random, but each token is followed by a fixed one. For that, the matrices that
 write to the residual stream are zero, so that the last hidden state is the normalized embedding of
 the newest token, and the output head's row of a token is the embedding of the token before it.
@@ -38,6 +40,8 @@ class Shape:
     interval: int = 4  # every so many layers have attention, the others gated delta nets
     experts: int = 0  # if there are any, the hidden width is that of one expert
     active: int = 8  # experts of a token, besides the shared one
+    dense: int = 0  # LFM2-MoE: the hidden width of the first two layers, which have no experts
+    head_dim: int = 256
 
 
 SHAPES = {
@@ -49,7 +53,10 @@ SHAPES = {
     "dense-A1B": Shape(dim=2048, hidden=9 * 512, layers=16, heads=16, kv_heads=2, value_heads=32),
     "2B-A0.5B": Shape(dim=1024, hidden=512, layers=16, heads=8, kv_heads=2, value_heads=16, experts=64),
     "dense-A0.5B": Shape(dim=1024, hidden=9 * 512, layers=16, heads=8, kv_heads=2, value_heads=16),
-}
+    "8B-A1B": Shape(2048, hidden=1792, layers=24, heads=32, kv_heads=8, value_heads=0, experts=32, active=4, dense=7168,
+                    head_dim=64),
+}  # fmt: skip
+LFM2_ATTENTION = (2, 6, 10, 14, 18, 21)  # the layers of 8B-A1B that have attention
 HEAD_DIM = 256
 KEY_HEADS = 16
 STATE = 128  # the width of keys and values of a gated delta net
@@ -88,6 +95,56 @@ def fields(shape: Shape) -> dict:
         "ssm.group_count": KEY_HEADS,
         "full_attention_interval": shape.interval,
     }
+
+
+def lfm2_fields(shape: Shape) -> dict:
+    return {
+        "block_count": shape.layers,
+        "context_length": 128000,
+        "embedding_length": shape.dim,
+        "feed_forward_length": shape.dense,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": [shape.kv_heads * (i in LFM2_ATTENTION) for i in range(shape.layers)],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e6,
+        "shortconv.l_cache": 3,
+        "leading_dense_block_count": 2,
+        "expert_count": shape.experts,
+        "expert_used_count": shape.active,
+        "expert_feed_forward_length": shape.hidden,
+        "expert_gating_func": 2,
+    }
+
+
+def lfm2_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
+    D = shape.dim
+    width = shape.hidden if layer >= 2 else shape.dense
+    ending = "_exps" if layer >= 2 else ""
+    outer = (shape.experts,) if layer >= 2 else ()
+    shapes = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,)}
+    if layer >= 2:
+        shapes |= {"ffn_gate_inp.weight": (shape.experts, D), "exp_probs_b.bias": (shape.experts,)}
+    shapes |= {f"{name}{ending}.weight": (*outer, width, D) for name in ("ffn_gate", "ffn_up")}
+    shapes[f"ffn_down{ending}.weight"] = (*outer, D, width)
+    if layer not in LFM2_ATTENTION:
+        projections = {"shortconv.in_proj.weight": (3 * D, D), "shortconv.out_proj.weight": (D, D)}
+        return shapes | projections | {"shortconv.conv.weight": (D, 3)}
+    kv = shape.kv_heads * shape.head_dim
+    shapes |= {"attn_q_norm.weight": (shape.head_dim,), "attn_k_norm.weight": (shape.head_dim,)}
+    shapes |= {"attn_q.weight": (D, D), "attn_output.weight": (D, D)}
+    return shapes | {"attn_k.weight": (kv, D), "attn_v.weight": (kv, D)}
+
+
+def add_blocks(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]):
+    """Add a matrix of random blocks, with small scales, in the type that Q4_K_M has for it, more or less."""
+    more = name.startswith("token_embd") or "attn_v" in name or ("ffn_down" in name and int(name.split(".")[1]) % 2)
+    kind = gguf.GGMLQuantizationType.Q6_K if more else gguf.GGMLQuantizationType.Q4_K
+    columns, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(len(name)).integers(0, 256, (*shape[:-1], shape[-1] // columns, size), np.uint8)
+    scales = [208] if more else [0, 2]  # where a float16 begins
+    for at in scales:
+        blocks[..., at : at + 2] = np.array([1e-4 if more else 4e-4], np.float16).view(np.uint8)
+    writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
 
 
 def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
@@ -132,7 +189,7 @@ def layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def draft_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the layer that drafts tokens: a layer with attention, and some more."""
+    """The shapes of the tensors of the MTP layer: a layer with attention, and some more."""
     return layer_shapes(shape, shape.interval - 1) | {
         "nextn.enorm.weight": (shape.dim,),
         "nextn.hnorm.weight": (shape.dim,),
@@ -146,7 +203,7 @@ def add_matrix(writer: gguf.GGUFWriter, name: str, matrix: torch.Tensor):
 
 
 def add_predictable(writer: gguf.GGUFWriter, shape: Shape, V: int):
-    """Add the embedding, the output head and the layer that drafts tokens, in which a token is followed
+    """Add the embedding, the output head and the MTP layer, in which a token is followed
     by the next one of a cycle over the first CYCLE tokens."""
     table = 0.02 * torch.randn(V, shape.dim)
     head = 0.02 * torch.randn(V, shape.dim)
@@ -157,7 +214,7 @@ def add_predictable(writer: gguf.GGUFWriter, shape: Shape, V: int):
     add_matrix(writer, f"blk.{shape.layers}.nextn.eh_proj.weight", proj)
 
 
-def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> None:
+def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], blocks: bool) -> None:
     """Add norms of ones, decays like those of new models, and all else at random."""
     if name.endswith("norm.weight"):
         writer.add_tensor(name, np.ones(shape, np.float32))
@@ -167,6 +224,8 @@ def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> No
         writer.add_tensor(name, 0.02 * torch.randn(shape).numpy())
     elif len(shape) == 1 or "conv" in name.split(".")[-2]:
         writer.add_tensor(name, torch.randn(shape).numpy())
+    elif blocks:
+        add_blocks(writer, name, shape)
     else:
         add_matrix(writer, name, 0.02 * torch.randn(shape))
 
@@ -194,34 +253,38 @@ def main():
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("vocabulary", type=Path, help="the GGUF file whose tokenizer the model gets")
     parser.add_argument("out", type=Path, help="the file to write, in bfloat16")
-    parser.add_argument("--mtp", action="store_true", help="with a layer that drafts tokens")
+    parser.add_argument("--blocks", action="store_true", help="random quantized blocks instead of bfloat16")
+    parser.add_argument("--mtp", action="store_true", help="with an MTP layer")
     args = parser.parse_args()
 
     shape = SHAPES[args.shape]
     torch.manual_seed(0)
     architecture = "qwen35moe" if shape.experts else "qwen35"
+    if shape.dense:
+        architecture = "lfm2moe"
     writer = gguf.GGUFWriter(str(args.out), architecture)
     extra = {}
     if args.mtp:
         extra = {"block_count": shape.layers + 1, "nextn_predict_layers": 1}
-    for name, value in (fields(shape) | extra).items():
+    for name, value in ((lfm2_fields if shape.dense else fields)(shape) | extra).items():
         add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
         add(f"{architecture}.{name}", value)
     V = copy_tokenizer(writer, gguf.GGUFReader(args.vocabulary))
 
-    add_random(writer, "output_norm.weight", (shape.dim,))
-    layers = [layer_shapes(shape, layer) for layer in range(shape.layers)]
+    add_random(writer, "token_embd_norm.weight" if shape.dense else "output_norm.weight", (shape.dim,), False)
+    shapes_of = lfm2_shapes if shape.dense else layer_shapes
+    layers = [shapes_of(shape, layer) for layer in range(shape.layers)]
     if args.mtp:
         add_predictable(writer, shape, V)
         layers.append(draft_shapes(shape))
     else:
-        add_random(writer, "token_embd.weight", (V, shape.dim))
+        add_random(writer, "token_embd.weight", (V, shape.dim), args.blocks)
     for layer, shapes in enumerate(layers):
         for name, tensor_shape in shapes.items():
             if args.mtp and name in WRITES_TO_RESIDUAL:
                 add_matrix(writer, f"blk.{layer}.{name}", torch.zeros(tensor_shape))
             else:
-                add_random(writer, f"blk.{layer}.{name}", tensor_shape)
+                add_random(writer, f"blk.{layer}.{name}", tensor_shape, args.blocks)
     write_file(writer)
 
 

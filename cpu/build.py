@@ -26,7 +26,7 @@ from kernels import KERNELS, find_kernels
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]  # and the flags of an InstructionSet
-FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS, once the kernels are loaded
+FORMATS_WITH_KERNELS = set()  # names of formats.FORMATS: try_to_load asks the kernels (`Formats` of formats.h)
 
 # ---------------------------------------------------------------- the instruction sets
 

@@ -12,26 +12,43 @@
 
 namespace fastpath {
 
-// The activation of an MLP: SwiGLU (gated), GeGLU (gated, gelu) or tanh-GELU (gelu).
+// The activation of an MLP, as config.Config.mlp names it.
 struct Activation {
   bool gated;  // the result is multiplied by `up`
-  bool gelu;   // otherwise SiLU
+  enum { SILU, GELU, RELU2 } kind;
 };
-constexpr Activation SWIGLU{.gated = true, .gelu = false};
+constexpr Activation SWIGLU{.gated = true, .kind = Activation::SILU};
 
-// Applies the activation to hidden units f..end of a row of `up`, (F,) or, if gated, (2F,) with the gate first. All
-// activations have the form x sigmoid(z).
+inline Activation activation_named(std::string_view name) {
+  if (name == "swiglu") return SWIGLU;
+  if (name == "geglu") return {.gated = true, .kind = Activation::GELU};
+  if (name == "gelu") return {.gated = false, .kind = Activation::GELU};
+  TORCH_CHECK(name == "relu2", "activation ", name, " is not known");
+  return {.gated = false, .kind = Activation::RELU2};
+}
+
+// Applies the activation to hidden units f..end of a row of `up`, (F,) or, if gated, (2F,) with the gate first. SiLU
+// and tanh-GELU have the form x sigmoid(z).
 template <class T>
 void activate_row(const T* up, int64_t F, int64_t f, int64_t end, Activation activation, T* out) {
+  if (activation.kind == Activation::RELU2) {
+    for (; f < end; f += LANES) {
+      const f32x16 x = max(floats(0.0f), load(up + f, F - f));  // NaN stays NaN
+      store(out + f, x * x, F - f);
+    }
+    return;
+  }
   for (; f < end; f += LANES) {
     const f32x16 x = load(up + f, F - f);
-    // SwiGLU: z = x. Tanh-GELU: z = 2 sqrt(2/pi) (x + 0.044715 x^3).
-    const f32x16 z = !activation.gelu ? x : floats(1.5957691216f) * (x + (x * x) * (x * floats(0.044715f)));
+    // SiLU: z = x. Tanh-GELU: z = 2 sqrt(2/pi) (x + 0.044715 x^3).
+    const f32x16 z = activation.kind == Activation::SILU ? x : floats(1.5957691216f) * (x + (x * x) * (x * floats(0.044715f)));
     f32x16 y = x / (floats(1.0f) + fast_exp(floats(0.0f) - z));
     if (activation.gated) y = y * load(up + F + f, F - f);
     store(out + f, y, F - f);
   }
 }
+
+constexpr float MIN_SIGMOID_SUM = 1e-6f;  // as in mixers/experts.py
 
 // The part of a sparse layer that is the same in all calls. prepare_experts checks it once.
 struct PreparedExperts {
@@ -40,6 +57,9 @@ struct PreparedExperts {
   int64_t X, k, D, F;
   int64_t shared_F;  // hidden units of the shared expert; 0 if there is none
   bool normalized;   // the weights of the chosen experts are divided by their sum
+  bool sigmoid = false;              // the scores are the sigmoids of the logits; otherwise their softmax
+  float scale = 1;                   // of the weights
+  std::optional<Tensor> choice_bias;  // (X,) float32, added to the scores to choose, or none
   Layer router;      // (X,D) float32; with a shared expert (X+1,D), where the last row is the gate of that expert
   std::vector<Layer> gate_up;  // (2F,D) of each expert; then (2 shared_F,D) of the shared expert, if there is one
   std::vector<Layer> down;     // (D,F) of each expert; then (D,shared_F)
@@ -179,8 +199,11 @@ struct Experts {
     if (p->shared_F) prepare_input<T>(p->gate_up[p->X], to_shared_up, m, 0, p->gate_up[p->X].groups());
   }
 
-  // Chooses the k experts of token m with the largest logits; if logits are equal, the expert with the lower number. An
-  // insertion sort keeps the best k while all logits are read. Their weights are a softmax.
+  // The logit of an expert, or its sigmoid.
+  float score(float logit) const { return p->sigmoid ? 1 / (1 + std::exp(-logit)) : logit; }
+
+  // Chooses the k experts of token m with the largest scores plus biases; if they are equal, the expert with the lower
+  // number. An insertion sort keeps the best k while all logits are read. Their weights are a softmax or the scores.
   void choose(int64_t m) const {
     const float* logit = logits + m * p->router.N;
     const int64_t k = p->k;
@@ -189,26 +212,44 @@ struct Experts {
     std::fill(weight, weight + k, -INF);
     std::fill(id, id + k, positions[m] < 0 ? -1 : 0);
     if (positions[m] < 0) return;
+    const float* bias = p->choice_bias ? p->choice_bias->template const_data_ptr<float>() : nullptr;
     for (int64_t e = 0; e < p->X; e++) {
-      if (!(logit[e] > weight[k - 1])) continue;
+      const float preference = score(logit[e]) + (bias ? bias[e] : 0);
+      if (!(preference > weight[k - 1])) continue;
       int64_t at = k - 1;
-      for (; at > 0 && logit[e] > weight[at - 1]; at--) {
+      for (; at > 0 && preference > weight[at - 1]; at--) {
         weight[at] = weight[at - 1];
         id[at] = id[at - 1];
       }
-      weight[at] = logit[e];
+      weight[at] = preference;
       id[at] = e;
     }
+    const float total = p->sigmoid ? sigmoid_weights(logit, id, weight) : softmax_weights(logit, weight);
+    for (int64_t i = 0; i < k; i++) weight[i] = weight[i] / total * p->scale;
+  }
+
+  // Replaces the largest logits in `weight` by their exponentials. Returns what they are divided by.
+  float softmax_weights(const float* logit, float* weight) const {
     const float largest = weight[0];
     float total = 0;
     if (!p->normalized) {
       for (int64_t e = 0; e < p->X; e++) total += std::exp(logit[e] - largest);
     }
-    for (int64_t i = 0; i < k; i++) {
+    for (int64_t i = 0; i < p->k; i++) {
       weight[i] = std::exp(weight[i] - largest);
       if (p->normalized) total += weight[i];
     }
-    for (int64_t i = 0; i < k; i++) weight[i] /= total;
+    return total;
+  }
+
+  // Writes the scores of the chosen experts to `weight`. Returns what they are divided by.
+  float sigmoid_weights(const float* logit, const int32_t* id, float* weight) const {
+    float total = 0;
+    for (int64_t i = 0; i < p->k; i++) {
+      weight[i] = score(logit[id[i]]);
+      total += weight[i];
+    }
+    return p->normalized ? total + MIN_SIGMOID_SUM : 1;
   }
 
   // Sorts the choices by expert (a counting sort), and lists the experts that have any.

@@ -230,7 +230,8 @@ struct ByteScales {
 
 // ---------------------------------------------------------------- the formats
 //
-// `read` writes the levels of a group (row n, columns 32b to 32b+31) to 32 bytes, q. OFFSET is a multiple of 8.
+// `read` writes the levels of group b of row n (columns 32b to 32b+31) to 32 bytes, q. `scale` and `min` get the number
+// g of the columns that share them. `block` of a format of GGUF files is block u of a row. OFFSET is a multiple of 8.
 
 inline uint16_t read_half(const uint8_t* p) {
   uint16_t bits;
@@ -454,14 +455,15 @@ int64_t packed_block_bytes(int64_t Cb, int64_t groups_per_scale) {
   return (Cb + groups - 1) / groups * F::Scales::BYTES + Cb * F::Levels::LINES * 64;
 }
 
-// Packs rows 16 * block to 16 * block + 15 to `to`.
+// Packs rows 16 * block to 16 * block + 15 to `to`, superblock after superblock (u in the structs of scales), and in
+// each of them group after group.
 template <class F>
 void pack_block(const Source& s, int64_t block, int64_t Cb, int64_t groups_per_scale, uint8_t* to) {
   const int64_t groups = F::Scales::groups(groups_per_scale);
   const int64_t n = block * LANES;
   const int lanes = std::min<int64_t>(LANES, s.N - n);
   if (lanes < LANES) std::memset(to, 0, packed_block_bytes<F>(Cb, groups_per_scale));
-  int64_t b = 0;
+  int64_t b = 0;  // a group of each row
   for (int64_t superblock = 0; b < Cb; superblock++) {
     for (int lane = 0; lane < lanes; lane++) F::Scales::template pack<F>(s, n + lane, superblock, lane, to);
     to += F::Scales::BYTES;

@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from backend import FUSED_FIELDS, Backend, Installer, uses_only
+from backend import FUSED_EXPERT_FIELDS, FUSED_FIELDS, Backend, Installer, uses_only
 from config import Config
 from cpu.build import AVX512, FORMATS_WITH_KERNELS, LOADED, allow_amx, load_kernels, processor_flags
 from cpu.layers import (
@@ -83,6 +83,9 @@ KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
 class CpuInstaller(Installer):
     """Packs a model's weights for the kernels, one layer at a time.
+
+    Quantized weights are copied to new memory, self.packed, in the kernels' layout, and the parts that
+    were read are freed.
 
     Weights (N,C) that are not quantized are packed if they are bfloat16, the processor has AMX, N is
     a multiple of 16, and C of 32. They are packed in place, so no other model may share these
@@ -212,18 +215,21 @@ def can_fuse(config: Config) -> bool:
         return False
     if config.norm == "layer" and config.norm_placement != "before":
         return False
+    # Each kind of recurrent token mixer in MORE_FUSED_FIELDS has a convolution.
     if config.recurrent is not None and config.recurrent.conv_width > MAX_CONV_WIDTH:
         return False
-    return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu")
+    return config.norm in ("rms", "layer") and config.mlp in ("swiglu", "geglu", "gelu", "relu2")
 
 
 def prepare_experts(experts: nn.Module, dtype: torch.dtype):
-    """Let the kernels run a sparse layer; in prefill only if any of its weights are packed, or if torch's
-    products are slower."""
+    """Let the kernels run a sparse layer, if they know all fields of its config; in prefill only if any of
+    its weights are packed, or if torch's products are slower."""
+    if not uses_only(experts.config, FUSED_EXPERT_FIELDS):
+        return
     layers = [experts.router, experts.gate_up, experts.down]
     if experts.shared is not None:
         layers += [experts.shared_gate, experts.shared.gate_up, experts.shared.down]
-    experts.run = PreparedExperts(layers, experts.X, experts.k, experts.normalized, dtype)
+    experts.run = PreparedExperts(layers, experts.config, getattr(experts.choice, "bias", None), dtype)
     stacks = [experts.gate_up, experts.down]
     is_packed = any(isinstance(stack, PackedLinear) for stack in stacks)
     takes_prefill = is_packed or all(prefills_fast(stack) for stack in stacks)
@@ -276,7 +282,7 @@ class FusedBlocks(Registered):
 
 
 class DraftKeys(Registered):
-    """What mtp.DraftLayer.read does, as one operation, for Backend.write_draft_keys. It keeps weights
+    """What mtp.MTPLayer.read does, as one operation, for Backend.write_draft_keys. It keeps weights
     as FusedBlocks does."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype):

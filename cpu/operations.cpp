@@ -294,13 +294,19 @@ Handles<PreparedExperts> prepared_experts;
 //   router          (X,D); with a shared expert (X+1,D), where the last row is the gate of that expert
 //   gate_up, down   (2F,D) and (D,F) of each expert, expert after expert
 //   shared_gate_up  and shared_down, of the shared expert, or None
-// normalized: the weights of the chosen experts are divided by their sum. dtype: of the activations.
+// normalized: the weights of the chosen experts are divided by their sum. dtype: of the activations. scoring, and
+// choice_bias (X,) or None, and scale: see config.Experts.
 int64_t prepare_experts(int64_t router, int64_t gate_up, int64_t down, std::optional<int64_t> shared_gate_up,
                         std::optional<int64_t> shared_down, int64_t X, int64_t k, bool normalized,
-                        at::ScalarType dtype) {
+                        at::ScalarType dtype, std::string_view scoring, const MaybeTensor& choice_bias, double scale) {
   TORCH_CHECK(0 < k && k <= X, k, " of ", X, " experts");
   TORCH_CHECK(shared_gate_up.has_value() == shared_down.has_value(), "a shared expert has gate_up and down");
   PreparedExperts p{.dtype = dtype, .X = X, .k = k, .normalized = normalized};
+  p.sigmoid = scoring == "sigmoid";
+  p.scale = scale;
+  if (choice_bias) {
+    p.choice_bias = checked(*choice_bias, "choice_bias", at::kFloat, {X}).clone();
+  }
   auto prepared = [&](int64_t handle) { return p.layers.emplace_back(prepared_layers.get(handle)); };
   const auto prepared_router = prepared(router);
   const auto prepared_up = prepared(gate_up);
@@ -413,7 +419,7 @@ int64_t prepare_block(
   p.eps = eps;
   p.residual_scale = residual_scale;
   p.post_norm_residual = post_norm_residual;
-  p.activation = {.gated = activation != "gelu", .gelu = activation != "swiglu"};
+  p.activation = activation_named(activation);
   p.attention_norm.weight = keep_floats(p, attention_norm, "attention_norm", {p.D});
   p.attention_norm.bias = keep_floats(p, attention_norm_bias, "attention_norm_bias", {p.D});
   p.attention_post_norm = keep_floats(p, attention_post_norm, "attention_post_norm", {p.D});
@@ -652,7 +658,7 @@ std::vector<float> gather_angles(const float* cos, const float* sin, const int64
   return angles;
 }
 
-// Writes the keys and values of tokens (B,S) for the MTP layer, as DraftLayer.read of mixers/mtp.py does.
+// Writes the keys and values of tokens (B,S) for the MTP layer, as MTPLayer.read of mixers/mtp.py does.
 //   embedded, hidden  (B,S,D), the tokens' embeddings, and the model's last hidden states
 //   cos, sin          (tables,slots,1,E), the RoPE tables of all positions
 //   tail              of a recurrent.Tail

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backend import synchronize
 from costs import weight_reads
 from drafts.draft import Draft, Proposal, full_width_choices
 from engine import Batch, Engine, common_prefix_length
 from formats import QuantizedLinear, Scheme, pack
-from model import Transformer, pad_rows
-from report import synchronize
+from model import Transformer, pad_rows, soft_cap
 from sampling import Sampling, probabilities, sample
 
 CATCH_UP_TOKENS = 512  # prompt tokens that a draft model reads of each row in one step
@@ -37,11 +37,12 @@ class DraftVocabulary(nn.Module):
     all others takes a large part of a draft's time. Tokens outside this vocabulary are never
     proposed; only the target generates them.
 
-    ids (W,) int64: the tokens; head_rows (W,D): their rows of the output head.
+    ids (W,) int64: the tokens; head_rows (W,D): their rows of the output head; softcap: of the logits.
     """
 
-    def __init__(self, ids: Tensor, head_rows: Tensor):
+    def __init__(self, ids: Tensor, head_rows: Tensor, softcap: float | None = None):
         super().__init__()
+        self.softcap = softcap
         self.register_buffer("ids", ids)
         self.output = int8_layer(pack(head_rows, "int8", GROUPSIZE))
 
@@ -51,7 +52,7 @@ class DraftVocabulary(nn.Module):
 
     def logits(self, x: Tensor, V: int) -> Tensor:
         """The logits (B,V) of hidden states x (B,D); -inf for the tokens outside the vocabulary."""
-        logits = self.output(x)  # (B,W)
+        logits = soft_cap(self.output(x), self.softcap)  # (B,W)
         return logits.new_full((len(x), V), float("-inf")).index_copy(1, self.ids, logits)
 
     def likeliest(self, x: Tensor) -> Tensor:
@@ -71,14 +72,14 @@ def int8_layer(packed: dict[str, Tensor]) -> QuantizedLinear:
 @torch.no_grad()
 def output_head_rows(model: Transformer, ids: Tensor) -> Tensor:
     """The rows (n,D) float32 of the output head for these ids (n,). Their products with a hidden
-    state are the logits.
+    state are the logits, without a soft cap.
 
     The logit of a token for a unit vector is one element of its row. This works in any format, and
     with a split model.
     """
     unit = torch.eye(model.config.dim, dtype=model.dtype, device=ids.device)
     # (UNIT_VECTORS,n) each
-    columns = [model.head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]
+    columns = [model.linear_head(part[None])[0, :, ids] for part in unit.split(UNIT_VECTORS)]
     return torch.cat(columns).T.float().contiguous()
 
 

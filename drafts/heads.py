@@ -217,7 +217,7 @@ def describe_heads(path: Path) -> dict:
 
 def make_heads(file: HeadsFile, model: Transformer) -> MedusaHeads:
     ids = file.vocabulary[: file.head_vocabulary_size]
-    vocabulary = DraftVocabulary(ids, output_head_rows(model, ids))
+    vocabulary = DraftVocabulary(ids, output_head_rows(model, ids), model.config.logits_softcap)
     return MedusaHeads(file.packed, file.heads, vocabulary)
 
 

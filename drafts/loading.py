@@ -120,7 +120,7 @@ class Drafts:
         if file is None:
             return None
         ids = file.vocabulary[file.vocabulary < model.config.vocab_size]
-        return self.loader.install(DraftVocabulary(ids, output_head_rows(model, ids)))
+        return self.loader.install(DraftVocabulary(ids, output_head_rows(model, ids), model.config.logits_softcap))
 
     def load_self_draft(self, model: Transformer) -> Transformer:
         """The target in fewer bits. It is the model of --draft_checkpoint_path, or without this

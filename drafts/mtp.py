@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from costs import reads_of
 from drafts.draft import Draft, Proposal, full_width_choices
 from engine import Batch, Engine
-from model import Transformer, layer_position_bytes
+from model import Transformer, layer_position_bytes, soft_cap
 from sampling import Sampling, sample
 
 HEAD_ROWS = 32768  # tokens from this id on are never proposed
@@ -27,7 +27,7 @@ CHOICES = (1, 2, 3, 4, 6)  # numbers of tokens to choose from, if shapes are not
 
 
 class MtpDraft(Draft):
-    """Proposes tokens with the target's mtp.DraftLayer."""
+    """Proposes tokens with the target's mtp.MTPLayer."""
 
     name = "mtp"
     prior = (0.7, 2.0)
@@ -78,7 +78,7 @@ class ReducedHead(nn.Module):
         """The logits (...,n) for hidden states x (...,D)."""
         if self.is_whole:
             return model.head(x)[..., : self.n]
-        return self.layer(x) * model.config.logits_scale
+        return soft_cap(self.layer(x) * model.config.logits_scale, model.config.logits_softcap)
 
 
 def draw_tokens(model, head: ReducedHead, inputs: Tensor, sampling: Sampling | None, k: int):

@@ -6,6 +6,9 @@
     y = the sum of weight * MLP(x) over the chosen experts, in the order of their logits
     y += sigmoid(gate x) * MLP(x) of the shared expert, if there is one
 
+In LFM2-MoE, the weights are sigmoid(logits) instead, and the experts with the largest
+sigmoid(logits) + bias are chosen.
+
 So a token is multiplied with k of X experts, and a step reads only the experts that its tokens have
 chosen. docs/experts.md has the numbers.
 
@@ -17,7 +20,7 @@ Shapes as in model.py; X experts, k experts for each token, M = B * S tokens, F 
 expert.
 
 Sources: sparsely gated experts (arXiv:1701.06538), Mixtral (arXiv:2401.04088), Qwen3
-(arXiv:2505.09388), Qwen3.5.
+(arXiv:2505.09388), Qwen3.5, LFM2-MoE; the bias on sigmoid scores: DeepSeek-V3 (arXiv:2412.19437).
 """
 
 import itertools
@@ -30,12 +33,14 @@ from torch import Tensor, nn
 
 from config import Config
 from kernels import MAX_DECODE_TOKENS, define_reference
-from layers import ExpertStack, FeedForward, Router, Units
+from layers import ExpertStack, FeedForward, Router, Units, empty_parameter
 
 # In prefill, torch multiplies with weights that are not quantized. It may sum in another order for
 # fewer rows than this, so an expert of fewer tokens gets rows of zeros: its bits must not depend on
 # other tokens.
 PREFILL_ROWS = 32
+# LFM2-MoE adds it to the sum by which the sigmoids of the chosen experts are divided.
+MIN_SIGMOID_SUM = 1e-6
 
 
 class SparseMLP(FeedForward):
@@ -49,10 +54,12 @@ class SparseMLP(FeedForward):
         """shared: the MLP of the shared expert, if the model has one."""
         super().__init__()
         experts = config.experts
+        self.config = experts
         self.X = experts.n_expert
         self.k = experts.n_active
         self.normalized = experts.normalized
         self.router = Router(config.dim, self.X)
+        self.choice = ChoiceBias(self.X) if experts.choice_bias else None
         hidden = Units("experts", experts.hidden_dim, even=False)
         self.gate_up = ExpertStack(config.dim, 2 * experts.hidden_dim, self.X, [[hidden], [hidden]])
         self.down = ExpertStack(experts.hidden_dim, config.dim, self.X, columns=[hidden])
@@ -105,11 +112,19 @@ class SparseMLP(FeedForward):
         """The numbers of the experts of tokens x (B,S,D), (B,S,k) int64, and their weights (B,S,k)
         float32."""
         logits = self.router(x)  # (B,S,X)
-        # torch.topk says nothing about the order of equal logits.
-        ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
-        if self.normalized:
-            return ids, logits.gather(-1, ids).softmax(-1)
-        return ids, logits.softmax(-1).gather(-1, ids)
+        scores = logits.sigmoid() if self.config.scoring == "sigmoid" else logits
+        preferences = scores if self.choice is None else scores + self.choice.bias
+        # torch.topk says nothing about the order of equal numbers.
+        ids = preferences.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        if self.config.scoring == "sigmoid":
+            weights = scores.gather(-1, ids)
+            if self.normalized:
+                weights = weights / (weights.sum(-1, keepdim=True) + MIN_SIGMOID_SUM)
+        elif self.normalized:
+            weights = logits.gather(-1, ids).softmax(-1)
+        else:
+            weights = logits.softmax(-1).gather(-1, ids)
+        return ids, weights * self.config.scale
 
     def count(self, ids: Tensor):
         """Add the experts of a pass to `counts`."""
@@ -117,6 +132,16 @@ class SparseMLP(FeedForward):
         tokens = torch.zeros_like(self.counts).scatter_add(0, used, torch.ones_like(used))
         tokens[self.X] = (tokens[: self.X] > 0).sum()  # replaces the number of padding choices
         self.counts.add_(tokens)
+
+
+class ChoiceBias(nn.Module):
+    """A number for each expert, which is added to its score when experts are chosen."""
+
+    is_float32 = True
+
+    def __init__(self, X: int):
+        super().__init__()
+        self.bias = empty_parameter(X)  # float32
 
 
 # ---------------------------------------------------------------- the loop over the experts

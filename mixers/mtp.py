@@ -29,7 +29,7 @@ from layers import Linear, make_norm
 from mixers.recurrent import Tail
 
 
-class DraftLayer(nn.Module):
+class MTPLayer(nn.Module):
     """The MTP layer: drafts the token after the next one. Shapes as in model.py."""
 
     def __init__(self, config: Config, block: nn.Module):

@@ -198,6 +198,7 @@ class Tail(nn.Module):
     def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
         """Make the states of R rows, of any number T of positions. zeros(shape, dtype=...) makes the
         tensors. dtype: the dtype of the vectors."""
+        self.dtype = dtype
         for name, (shape, kind) in self.shapes(dtype).items():
             self.register_buffer(name, zeros((R, *shape), dtype=kind), persistent=False)
 
@@ -209,7 +210,7 @@ class Tail(nn.Module):
         """Copy the state of one row to another."""
         if source_row == target_row or n == 0:  # position 0 begins with zeros
             return
-        for name in self.shapes(self.tail.dtype):
+        for name in self.shapes(self.dtype):
             tensor = self.get_buffer(name)
             tensor[target_row] = tensor[source_row]
 
@@ -251,8 +252,10 @@ class Tail(nn.Module):
 
     def allocate_snapshots(self, slots: int):
         """Make room for this many snapshots."""
-        for name, (shape, kind) in self.snapshot_shapes(self.tail.dtype).items():
-            self.register_buffer(name, self.tail.new_zeros(slots, *shape, dtype=kind), persistent=False)
+        device = next(self.buffers()).device
+        for name, (shape, kind) in self.snapshot_shapes(self.dtype).items():
+            zeros = torch.zeros(slots, *shape, dtype=kind, device=device)
+            self.register_buffer(name, zeros, persistent=False)
 
     def snapshot_bytes(self, dtype: torch.dtype) -> int:
         """The bytes of a snapshot."""

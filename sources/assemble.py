@@ -52,6 +52,8 @@ def destinations(model: Transformer, layout: Layout, found: dict[str, tuple]) ->
     for target, tensor in model.state_dict().items():
         module, _, kind = target.rpartition(".")
         prefix, ours = prefix_of(module, config, layout)
+        if ours in layout.constants:
+            continue
         if ours in EXPERT_STACKS:
             places |= expert_destinations(target, config, layout, found)
             continue
@@ -109,19 +111,19 @@ def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
     if module.startswith("mtp.block."):
         return layout.draft_block.format(config.n_layer), module.removeprefix("mtp.block.")
     if module.startswith("mtp."):
-        return layout.draft_layer.format(config.n_layer), module
+        return layout.mtp_layer.format(config.n_layer), module
     return "", module
 
 
 def with_mtp_layer(path: Path, config: Config, layout: Layout, found: dict[str, tuple]) -> Transformer:
     """The model on the meta device, with its MTP layer if the file has the layer's tensors.
 
-    found: name -> shape of the layer's tensors. If they do not fit an mtp.DraftLayer, a line says that
+    found: name -> shape of the layer's tensors. If they do not fit an mtp.MTPLayer, a line says that
     they are left out.
     """
     if not found:
         return empty_model(config)
-    if layout.draft_layer is None or config.recurrent is None:
+    if layout.mtp_layer is None or config.recurrent is None:
         print_status(f"{path}: left out: tensors of a layer that drafts tokens (mtp): it is supported in Qwen3.5 only")
         return empty_model(config)
     if not can_draft():
@@ -149,14 +151,20 @@ class AssembledWeights:
     """The weights of a model in a file of another project. UserError if they do not fit the model."""
 
     def __init__(self, path: Path, file: Any, model: Transformer, layout: Layout, unneeded: Callable[[str], bool]):
-        """path: for messages. file: a GgufFile or an HfFiles. model: as in `destinations`. unneeded: whether
-        a tensor of this name, which the model does not have, may be left out."""
+        """path: for messages. file: a GgufFile or an HfFiles. model: as in `destinations`: not quantized,
+        because its shapes are compared with the shapes of the file. unneeded: whether a tensor of this
+        name, which the model does not have, may be left out."""
         self.path = path
         self.file = file
         self.is_mapped = file.is_mapped
         self.config = model.config
 
         found = file.shapes()
+        self.constants = {}  # our tensors that the file lacks
+        for name, tensor in model.state_dict().items():
+            value = layout.constants.get(prefix_of(layer_of(name), model.config, layout)[1])
+            if value is not None:
+                self.constants[name] = torch.full(tensor.shape, value)
         self.places = destinations(model, layout, found)
         # The names of tensors that the model does not need
         self.left_out = [name for name in found if name not in self.places and unneeded(name)]
@@ -164,26 +172,37 @@ class AssembledWeights:
         expected = {name: place.shape for name, place in self.places.items()}
         check_shapes(path, without_ones(needed), without_ones(expected))
 
-        # The name of our tensor -> the names of the file's tensors that are stacked in it.
+        # The name of our tensor (of a whole, not quantized model) -> the names of the file's tensors that
+        # are stacked in it
         self.stacks = defaultdict(list)
         for name, place in self.places.items():
             self.stacks[place.target].append(name)
 
     def read(self, name: str, part=None) -> torch.Tensor:
-        """One of our tensors, or a part of it (a tp.Slice)."""
-        layer = layer_of(name)
-        *number, kind = name.removeprefix(f"{layer}.").split(".")
-        # A packed tensor comes from the tensors of the file that are the weight of the matrix.
-        stack = self.stacks.get(f"{layer}.{kind}") or self.stacks[f"{layer}.weight"]
-        if number:  # one of the pieces of a formats.StackedLinear
-            stack = [stack[int(number[0])]]
+        """One of our tensors, or a part of it (a tp.Slice).
 
-        if len(stack) > 1 and layer.endswith(EXPERT_STACKS):
+        name: as in the model that is loaded, such as "blocks.0.attention.qkv.weight", or for a quantized
+        part "blocks.0.attention.qkv.blocks", or for one of the pieces of a formats.StackedLinear
+        "blocks.0.attention.qkv.1.blocks".
+        """
+        if name in self.constants:
+            return self.constants[name]
+        stack = self.stack_of(name)
+        kind = name.rpartition(".")[2]
+        if len(stack) > 1 and layer_of(name).endswith(EXPERT_STACKS):
             whole = self.read_experts(stack, kind)
         else:
             pieces = [self.read_piece(stored, kind) for stored in stack]
             whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return whole if part is None else part.cut(whole)
+
+    def stack_of(self, name: str) -> list[str]:
+        """The names of the file's tensors that `read` stacks in one of our tensors. A quantized part comes
+        from the tensors that are the weight of the matrix."""
+        layer = layer_of(name)
+        *piece, kind = name.removeprefix(f"{layer}.").split(".")
+        stack = self.stacks.get(f"{layer}.{kind}") or self.stacks[f"{layer}.weight"]
+        return [stack[int(piece[0])]] if piece else stack
 
     def read_experts(self, names: list[str], kind: str) -> torch.Tensor:
         """The matrices of all experts, one below the other, from several tensors. Besides them, one
@@ -208,8 +227,8 @@ class AssembledWeights:
     def read_piece(self, name: str, kind: str) -> torch.Tensor:
         """A tensor of the file, changed into the form that our model has.
 
-        The matrices of experts (X,N,C) become one matrix (X*N,C). kind: "weight", "bias", or a part of
-        a quantized matrix, whose values the file checks.
+        The matrices of experts (X,N,C) become one matrix (X*N,C). kind: "weight", "bias", or a
+        quantized part, whose values the file checks.
         """
         place = self.places[name]
         tensor = self.file.read(name, kind)

@@ -31,9 +31,9 @@ class Layout:
 
     names: dict[str, list[str]]
     layer: str  # the prefix before a layer's number; ours is "blocks."
-    # The prefixes of the MTP layer (mtp.DraftLayer), and of its block; "{}" stands for
+    # The prefixes of the MTP layer (mtp.MTPLayer), and of its block; "{}" stands for
     # the number of the model's other layers. None: files have no such layer.
-    draft_layer: str | None = None
+    mtp_layer: str | None = None
     draft_block: str | None = None
     # Regular expressions of parts of names in some files -> what replaces them.
     renames: dict[str, str] = field(default_factory=dict)
@@ -42,8 +42,10 @@ class Layout:
     fused_experts: dict[str, str] = field(default_factory=dict)
     # Our tensor -> its whole name in the file, if that does not end with ".weight" or ".bias".
     whole_names: dict[str, str] = field(default_factory=dict)
+    # Our module -> the number that fills its weight, which the files lack: ones, for norms without weights.
+    constants: dict[str, float] = field(default_factory=dict)
     # A name in the file -> the function that changes its weight and bias while they are read. If a
-    # matrix is quantized, the function gets each of its packed tensors, so it may only move rows.
+    # matrix is quantized, the function gets each of its quantized parts, so it may only move rows.
     folds: dict[str, Callable[[Config, Tensor], Tensor]] = field(default_factory=dict)
 
     def renamed(self, name: str) -> str:
@@ -81,6 +83,7 @@ GGUF_NAMES = {
     "mlp.down": ["ffn_down"],
     "mlp_post_norm": ["post_ffw_norm"],
     "experts.router": ["ffn_gate_inp"],
+    "experts.choice": ["exp_probs_b"],
     "experts.gate_up": ["ffn_gate_exps", "ffn_up_exps"],
     "experts.down": ["ffn_down_exps"],
     "experts.shared_gate": ["ffn_gate_inp_shexp"],
@@ -95,6 +98,15 @@ QWEN_EXPERT_NAMES = {
     "experts.shared_gate": ["mlp.shared_expert_gate"],
     "experts.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
     "experts.shared.down": ["mlp.shared_expert.down_proj"],
+}
+LFM2_EXPERT_NAMES = {
+    "experts.router": ["feed_forward.gate"],
+    "experts.gate_up": ["feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"],
+    "experts.down": ["feed_forward.experts.{}.w2"],
+}
+LFM2_FUSED_EXPERTS = {
+    "experts.gate_up": "feed_forward.experts.gate_up_proj",
+    "experts.down": "feed_forward.experts.down_proj",
 }
 QWEN_FUSED_EXPERTS = {"experts.gate_up": "mlp.experts.gate_up_proj", "experts.down": "mlp.experts.down_proj"}
 MIXTRAL_EXPERT_NAMES = {
@@ -144,12 +156,15 @@ class Family:
     gguf_architecture: str | None = None  # None: no GGUF file names this family as its architecture
     gguf_layout: Layout = GGUF_LAYOUT
     partial_rotary: bool = False  # a part of each head may be rotated, in GGUF files
-    gguf_experts: bool = False  # GGUF files may have experts, in all layers
+    gguf_experts: bool = False  # GGUF files may have experts, in all layers except the leading dense ones
+    gguf_scoring: str = "softmax"  # of their router: see config.Experts
     # The Config of a GGUF file -> the fields of Config that the metadata lacks.
     gguf_fields: Callable[[Config], dict] = lambda config: {}
 
 
 # ---------------------------------------------------------------- config.json
+
+MROPE = ["mrope_section", "mrope_interleaved"]  # which frequencies take the positions of images
 
 
 def shared_fields(fields: Fields, **rope) -> dict:
@@ -265,13 +280,29 @@ def qwen3_moe_fields(fields: Fields) -> dict:
     if layers_of_kind(fields, "sliding_attention", usual) != tuple(usual):
         fields.refuse("layer_types", "is ignored by transformers' Qwen3-MoE, and differs from use_sliding_window")
 
-    step = fields.take("decoder_sparse_step", 1)
-    dense = fields.take("mlp_only_layers", None) or []
-    layers = [i for i in all_layers if i not in dense and (i + 1) % step == 0]
     width = fields.take("moe_intermediate_size", 768)
     normalized = fields.take("norm_topk_prob", False)
-    found |= experts(fields, layers, 128, 8, hidden_dim=width, normalized=normalized)
+    found |= experts(fields, sparse_layers(fields, all_layers), 128, 8, hidden_dim=width, normalized=normalized)
     return found | {"sliding_window": window}
+
+
+def sparse_layers(fields: Fields, all_layers: Iterable[int]) -> list[int]:
+    step = fields.take("decoder_sparse_step", 1)
+    dense = fields.take("mlp_only_layers", None) or []
+    return [i for i in all_layers if i not in dense and (i + 1) % step == 0]
+
+
+def qwen3_vl_fields(fields: Fields) -> dict:
+    """The text part of Qwen3-VL: in text, the positions of time, height and width are equal, so its
+    interleaved RoPE is the usual one."""
+    return shared_fields(fields, own_keys=MROPE) | attention_bias(fields) | {"qk_norm": True}
+
+
+def qwen3_vl_moe_fields(fields: Fields) -> dict:
+    found = qwen3_vl_fields(fields)
+    fields.take("sliding_window", None)  # transformers ignores it
+    width = fields.take("moe_intermediate_size", 1408)
+    return found | experts(fields, sparse_layers(fields, range(found["n_layer"])), 60, 4, hidden_dim=width)
 
 
 def smollm3_fields(fields: Fields) -> dict:
@@ -337,7 +368,7 @@ def granite_fields(fields: Fields) -> dict:
 
 
 def qwen35_fields(fields: Fields) -> dict:
-    found = shared_fields(fields, own_keys=["partial_rotary_factor", "mrope_section", "mrope_interleaved"])
+    found = shared_fields(fields, own_keys=["partial_rotary_factor", *MROPE])
     usual = all_but_every(fields.take("full_attention_interval", 4), found["n_layer"])
 
     net = DeltaNet(
@@ -360,9 +391,27 @@ def qwen35_moe_fields(fields: Fields) -> dict:
 
 
 def lfm2_fields(fields: Fields) -> dict:
+    found = lfm2_shared_fields(fields)
+    return found | {"hidden_dim": lfm2_hidden_dim(fields)}
+
+
+def lfm2_moe_fields(fields: Fields) -> dict:
+    found = lfm2_shared_fields(fields)
+    sparse = range(fields.take("num_dense_layers", 2), found["n_layer"])
+    sizes = {
+        "hidden_dim": fields.take("moe_intermediate_size", 1792),
+        "normalized": fields.take("norm_topk_prob", True),
+        "scoring": "sigmoid",
+        "choice_bias": fields.take("use_expert_bias", True),
+        "scale": float(fields.take("routed_scaling_factor", 1.0)),
+    }
+    return found | experts(fields, sparse, 32, 4, **sizes)
+
+
+def lfm2_shared_fields(fields: Fields) -> dict:
+    """The fields of Config that LFM2 and LFM2-MoE have in common."""
     found = shared_fields(fields)
     found["norm_eps"] = float(fields.take("norm_eps", 1e-5))
-    found["hidden_dim"] = lfm2_hidden_dim(fields)
     found["tied_embeddings"] = fields.take("tie_embedding", fields.take("tie_word_embeddings")) or False
 
     all_layers = range(found["n_layer"])
@@ -415,6 +464,21 @@ def gguf_windows(config: Config, period: int, base: float) -> dict:
     return {"sliding_layers": layers, "sliding_rope_base": config.sliding_rope_base or base}
 
 
+def nanochat_fields(fields: Fields) -> dict:
+    if fields.take("hidden_act", "relu2") != "relu2":
+        fields.refuse("hidden_act", "is not supported; expected relu2")
+    return (
+        shared_fields(fields)
+        | attention_bias(fields)
+        | {
+            "mlp": "relu2",
+            "qk_norm": True,
+            "embedding_norm": True,
+            "logits_softcap": fields.take("final_logit_softcapping", 15.0),
+        }
+    )
+
+
 def bloom_fields(fields: Fields) -> dict:
     """The fields of Config for BLOOM.
 
@@ -460,6 +524,13 @@ def separate_pairs(config: Config, tensor: Tensor) -> Tensor:
     """
     E = config.head_dim
     return tensor.reshape(-1, E // 2, 2, tensor[0].numel()).transpose(1, 2).reshape(tensor.shape)
+
+
+def swapped_halves(config: Config, tensor: Tensor) -> Tensor:
+    """Rows of q or k for RoPE that turns by minus the angle: with the two halves of each head swapped,
+    that is ours."""
+    E = config.head_dim
+    return tensor.reshape(-1, 2, E // 2, tensor[0].numel()).flip(1).reshape(tensor.shape)
 
 
 def separate_qkv(config: Config, tensor: Tensor) -> Tensor:
@@ -591,7 +662,7 @@ QWEN35_LAYOUT = Layout(
         "mtp.norm": ["norm"],
     },
     "model.layers.",
-    draft_layer="mtp.",
+    mtp_layer="mtp.",
     draft_block="mtp.layers.0.",
     renames=MULTIMODAL_RENAMES | {r"^model\.mtp\.": "mtp."},
     fused_experts=QWEN_FUSED_EXPERTS,
@@ -623,7 +694,7 @@ QWEN35_GGUF_LAYOUT = Layout(
         "mtp.norm": ["nextn.shared_head_norm"],
     },
     "blk.",
-    draft_layer="blk.{}.",
+    mtp_layer="blk.{}.",
     draft_block="blk.{}.",
     fused_experts=GGUF_FUSED_EXPERTS,
     renames={r"ssm_dt\.bias": "ssm_dt"},  # llama.cpp writes the first name, Ollama the second
@@ -645,9 +716,12 @@ LFM2_LAYOUT = Layout(
         "mlp_norm": ["ffn_norm"],
         "mlp.gate_up": ["feed_forward.w1", "feed_forward.w3"],
         "mlp.down": ["feed_forward.w2"],
-    },
+    }
+    | LFM2_EXPERT_NAMES,
     "model.layers.",
     renames=MULTIMODAL_RENAMES,
+    fused_experts=LFM2_FUSED_EXPERTS,
+    whole_names={"experts.choice.bias": "feed_forward.expert_bias"},
 )
 LFM2_GGUF_LAYOUT = Layout(
     GGUF_NAMES
@@ -659,6 +733,15 @@ LFM2_GGUF_LAYOUT = Layout(
     },
     "blk.",
     renames={r"^output_norm\.": "token_embd_norm."},  # Ollama's name
+    fused_experts=GGUF_FUSED_EXPERTS,
+)
+# Norms without weights. The norms of queries and keys are behind RoPE, which does not change what they divide by.
+NANOCHAT_NORMS = ("embedding_norm", "norm", "attention_norm", "mlp_norm", "attention.q_norm", "attention.k_norm")
+NANOCHAT_LAYOUT = replace(
+    LLAMA_LAYOUT,
+    names=LLAMA_NAMES | {"mlp.up": ["mlp.fc1"], "mlp.down": ["mlp.fc2"]},
+    constants=dict.fromkeys(NANOCHAT_NORMS, 1.0),
+    folds=dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), swapped_halves),
 )
 
 # ---------------------------------------------------------------- the table
@@ -725,6 +808,20 @@ RECORDS = [
         gguf_architecture="qwen3",
     ),
     Family(
+        "qwen3_vl_text",
+        ["Qwen3VLForConditionalGeneration"],
+        qwen3_vl_fields,
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 128000,
+            "rope_theta": 5e5,
+        },
+        multimodal="qwen3_vl",
+        layout=MISTRAL_LAYOUT,
+        gguf_architecture="qwen3vl",
+    ),
+    Family(
         "qwen3_5_text",
         ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
         qwen35_fields,
@@ -743,6 +840,16 @@ RECORDS = [
         defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768},
         layout=QWEN3_MOE_LAYOUT,
         gguf_architecture="qwen3moe",
+        gguf_experts=True,
+    ),
+    Family(
+        "qwen3_vl_moe_text",
+        ["Qwen3VLMoeForConditionalGeneration"],
+        qwen3_vl_moe_fields,
+        defaults={"num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5},
+        multimodal="qwen3_vl_moe",
+        layout=replace(QWEN3_MOE_LAYOUT, renames=MULTIMODAL_RENAMES),
+        gguf_architecture="qwen3vlmoe",
         gguf_experts=True,
     ),
     Family(
@@ -778,6 +885,23 @@ RECORDS = [
         layout=LFM2_LAYOUT,
         gguf_architecture="lfm2",
         gguf_layout=LFM2_GGUF_LAYOUT,
+    ),
+    Family(
+        "lfm2_moe",
+        ["Lfm2MoeForCausalLM"],
+        lfm2_moe_fields,
+        defaults={
+            "intermediate_size": 7168,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128000,
+        },
+        layout=LFM2_LAYOUT,
+        gguf_architecture="lfm2moe",
+        gguf_layout=LFM2_GGUF_LAYOUT,
+        gguf_experts=True,
+        gguf_scoring="sigmoid",
     ),
     Family(
         "smollm3",
@@ -854,6 +978,14 @@ RECORDS = [
         olmo3_fields,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         layout=POST_NORM_LAYOUT,
+    ),
+    Family(
+        "nanochat",
+        ["NanoChatForCausalLM"],
+        nanochat_fields,
+        defaults={"intermediate_size": 8192, "max_position_embeddings": 2048},
+        layout=NANOCHAT_LAYOUT,
+        padded_vocabulary=True,
     ),
     Family(
         "bloom",

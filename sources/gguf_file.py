@@ -33,11 +33,12 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor
     rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count
-    expert_feed_forward_length expert_shared_feed_forward_length embedding_scale residual_scale
-    logit_scale ssm.conv_kernel ssm.inner_size
+    expert_feed_forward_length expert_shared_feed_forward_length leading_dense_block_count
+    embedding_scale residual_scale logit_scale ssm.conv_kernel ssm.inner_size
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
-    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered pooling_type"""
+    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers
+    pooling_type"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -46,22 +47,22 @@ SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "repetition_penalty": "penalty_repeat",
 }
 # How the names of tensors and fields begin that are not of the language model. Ollama keeps the encoders
-# of images and sound in the same file. It has an MTP layer there as well, whose names are partly those of
-# Hugging Face and whose norms are not all stored alike, so that layer is left out, too.
+# of images and sound in the same file. It has an MTP layer there as well, partly with the names of
+# Hugging Face, whose norms are not all stored alike, so that layer is left out, too.
 OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
 # Fields of experts that change what the model computes -> the values that are supported.
 EXPERT_FIELDS = {
-    "expert_weights_norm": [True],
-    "expert_weights_scale": [1.0, 0.0],
     "expert_gating_func": [1, 0],  # softmax, or none is named
+    "expert_weights_scale": [1.0, 0.0],
+    "expert_weights_norm": [True],
     "expert_group_count": [0, 1],
     "expert_group_used_count": [0, 1],
     "expert_shared_count": [0, 1],
     "norm_top_k_prob": [True],
 }
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
-# Tensors of divisors of RoPE's frequencies: those of Llama 3, and the two of Phi-3.
+# Tensors of divisors of RoPE's frequencies: Llama 3 has one, Phi-3 has two.
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
@@ -108,7 +109,7 @@ class GgufFile:
         self.infos = {renamed(name): self.infos[name] for name in self.infos if not name.startswith(OTHER_TENSORS)}
 
     def open_part(self, path: Path):
-        """Open a file, and add its metadata (those of the first one count) and its tensors."""
+        """Open a file, and add its metadata (the first file's count) and its tensors."""
         check_is_file(path)
         try:
             file = path.open("rb")
@@ -160,12 +161,16 @@ class GgufFile:
         """Warn about unknown fields; refuse kinds of models that are not supported, and absurd sizes."""
         names = {name.removeprefix(self.fields.prefix) for name in self.metadata}
         others = {name for name in names if name.startswith(OTHER_FIELDS)}
-        for name in names - others - {*USED_FIELDS.split(), *EXPERT_FIELDS}:
+        expert_fields = dict(EXPERT_FIELDS)
+        if self.family.gguf_scoring == "sigmoid":
+            expert_fields["expert_gating_func"] = [2]
+            self.hyper("expert_weights_scale", 1.0)  # `experts` uses it
+        for name in names - others - {*USED_FIELDS.split(), *expert_fields}:
             if name.startswith("expert") and self.hyper(name):
                 self.refuse(name, "is not supported")
             if self.left_out and name.startswith("rope."):  # Ollama's name for a field that matters
                 self.refuse(name, "is not known")
-        self.fields.finish(others.union(USED_FIELDS.split()), EXPERT_FIELDS)
+        self.fields.finish(others.union(USED_FIELDS.split()), expert_fields)
 
         if self.left_out:
             kinds = ", ".join(sorted({f"{name.partition('.')[0]}.*" for name in self.left_out}))
@@ -244,8 +249,8 @@ class GgufFile:
         """Whether some layers have no attention."""
         return any(f"{self.architecture}.{name}" in self.metadata for name in ("ssm.inner_size", "shortconv.l_cache"))
 
-    def is_of_draft_layer(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer that only drafts tokens."""
+    def is_of_mtp_layer(self, name: str) -> bool:
+        """Whether a tensor belongs to the MTP layer."""
         layer = name.removeprefix("blk.").partition(".")[0]
         if not name.startswith("blk.") or not layer.isdecimal():
             return False
@@ -278,10 +283,13 @@ class GgufFile:
         )
 
     def experts(self) -> Experts | None:
-        """The sizes of the experts, which are in all layers. As in llama.cpp, their weights are
-        normalized."""
+        """The sizes of the experts, which are in all layers except the leading dense ones. As in
+        llama.cpp, their weights are normalized."""
         n_expert = self.hyper("expert_count", 0)
         if n_expert == 0:
+            return None
+        layers = tuple(range(self.hyper("leading_dense_block_count", 0), self.n_layer))
+        if not layers:
             return None
         n_active = self.per_layer("expert_used_count")
         width = self.per_layer("expert_feed_forward_length", 0)
@@ -290,8 +298,16 @@ class GgufFile:
             if self.architecture != "llama":
                 width //= n_active
         shared_dim = self.per_layer("expert_shared_feed_forward_length", 0)
-        layers = tuple(range(self.n_layer))
-        return Experts(layers, n_expert, n_active, width, normalized=True, shared_dim=shared_dim)
+        return Experts(
+            layers,
+            n_expert,
+            n_active,
+            width,
+            shared_dim=shared_dim,
+            scoring=self.family.gguf_scoring,
+            choice_bias=any(name.endswith(".exp_probs_b.bias") for name in self.infos),
+            scale=self.nonzero("expert_weights_scale", 1.0),
+        )
 
     def short_conv(self, dim: int) -> ShortConv | None:
         """The sizes of the short convolutions, which are in the layers without key and value heads."""
@@ -379,7 +395,7 @@ class GgufFile:
 
     def read(self, name: str, kind: str = "weight") -> torch.Tensor:
         """A tensor of floating-point numbers, dequantized if need be. With kind "blocks", the
-        packed tensor of a quantized format."""
+        quantized part of a format of blocks."""
         info = self.infos[name]
         tensor = self.read_data(info)
         if kind != "blocks":

@@ -158,7 +158,7 @@ def locate(tensors: list[TensorInfo], begin: int, size: int):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file: its suffix says so, or else its first four bytes.
+    """Whether a path leads to a GGUF file: its suffix says so, or else its first four bytes.
 
     Ollama calls its files sha256-..., and links to files may have any name.
     """

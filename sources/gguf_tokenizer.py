@@ -113,7 +113,7 @@ MARKS = {*END_TOKENS, *INFILL_TOKENS}
 
 
 def end_tokens(fields: dict) -> list[int]:
-    """The ids of the tokens that end a text: those that the fields name, and those of END_TOKENS.
+    """The ids of the tokens that end a text: what the fields name, and what END_TOKENS lists.
 
     (A file names one token only, such as Qwen2.5's <|im_end|>, although <|endoftext|> ends a text,
     too.)

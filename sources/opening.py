@@ -159,13 +159,15 @@ def open_gguf(path: Path, dequantize: bool = False) -> Checkpoint:
     file = GgufFile(path)
     config = file.config()
     layout = file.family.gguf_layout
-    mtp_tensors = {name: shape for name, shape in file.shapes().items() if file.is_of_draft_layer(name)}
+    mtp_tensors = {name: shape for name, shape in file.shapes().items() if file.is_of_mtp_layer(name)}
     model = with_mtp_layer(path, config, layout, mtp_tensors)
 
     def unneeded(name: str) -> bool:
         # The values of RoPE's tensors are in the Config.
-        return name in ROPE_TENSORS or file.is_of_draft_layer(name)
+        return name in ROPE_TENSORS or file.is_of_mtp_layer(name)
 
+    # This compares the file's shapes with the model's, so it comes before `swap`, which replaces the
+    # model's matrices by quantized layers in place.
     weights = AssembledWeights(path, file, model, layout, unneeded)
     quantization = None
     if not dequantize:

@@ -1,4 +1,4 @@
-"""Random arguments for the tests of kernels on CPUs and GPUs, and models without kernels."""
+"""Random arguments for the tests of kernels on CPUs and GPUs, models without kernels, and drafts without training."""
 
 import math
 import random
@@ -7,6 +7,8 @@ import torch
 
 from checkpoint import Checkpoint, Writer, empty_model, open_directory, read_weights
 from config import Config, DeltaNet, Experts
+from drafts.draft_model import GROUPSIZE, DraftVocabulary, output_head_rows
+from drafts.heads import MedusaHeads
 from formats import FORMATS, QuantizedLinear, Scheme, StackedLinear, dense_layer, pack
 from mixers.recurrent import DeltaState
 from model import WHOLE_MODEL
@@ -137,3 +139,23 @@ def delta_inputs(net, B, S, seed=0):
     q, k, v, decay, beta = [torch.randn(B, S, *shape, generator=generator) for shape in shapes]
     k = torch.nn.functional.normalize(k, dim=-1)
     return q, k, v, -0.2 * decay.square(), beta.sigmoid()
+
+
+# ---------------------------------------------------------------- Medusa heads
+
+
+def random_heads(model, n: int = 4, size: float = 0.05) -> MedusaHeads:
+    """Heads that change the hidden state a little. Models with random weights often repeat a token, which these heads
+    then propose."""
+    D, F = model.config.dim, 21
+    chance = torch.Generator().manual_seed(3)
+    weights = {"gate_up": torch.randn(2 * F, 2 * D, generator=chance)}
+    weights["down"] = size * torch.randn(D, F, generator=chance)
+    return MedusaHeads({key: pack(w, "int8", GROUPSIZE) for key, w in weights.items()}, n, some_tokens(model))
+
+
+def some_tokens(model) -> DraftVocabulary:
+    """Three quarters of a model's tokens."""
+    V = model.config.n_token or model.config.vocab_size
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(4))[: V * 3 // 4]
+    return DraftVocabulary(ids, output_head_rows(model, ids))

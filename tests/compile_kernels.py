@@ -95,7 +95,7 @@ KINDS = dict.fromkeys(("input_pos", "rows"), "i64")
 KINDS |= dict.fromkeys(("slopes", "parts", "stats", "squares", "cos", "sin"), "fp32")
 DELTA_KINDS = KINDS | {"base": "i64", "counts": "i32"}
 EXPERT_KINDS = {"ids": "i64", "input_pos": "i64", "counts": "i64", "experts": "i32", "choices": "i32"}
-EXPERT_KINDS |= {"logits": "fp32", "weights": "fp32"}
+EXPERT_KINDS |= {"logits": "fp32", "weights": "fp32", "choice_bias": "fp32"}
 SAMPLE_KINDS = dict.fromkeys(("rows", "position", "drafted", "seed", "top_k", "ids"), "i64")
 SAMPLE_KINDS |= {"counts": "i32", "biased": "i1", "logit_bias": "fp32", "masks": "i32", "mask_start": "i64"}
 SAMPLE_KINDS |= dict.fromkeys(("temperature", "top_p", "min_p", "x", "logprobs"), "fp32")
@@ -145,7 +145,7 @@ def cases(everything: bool):
     experts = EXPERTS | MORE_EXPERTS if everything else EXPERTS
     for name, shape in experts.items():
         yield f"expert {name}", kt.expert_kernel, half, *expert_case(*shape)
-    choose = {"NORMALIZED": True, "BLOCK_X": 256, "BLOCK_K": 8}
+    choose = {"NORMALIZED": True, "SIGMOID": True, "BLOCK_X": 256, "BLOCK_K": 8}
     yield "choose", kt.choose_kernel, half, choose, EXPERT_KINDS, 1, 3
     yield "plan", kt.plan_kernel, half, {"BLOCK_X": 512}, EXPERT_KINDS, 4, 3
     yield "expert_sum", kt.expert_sum_kernel, half, {"BLOCK_D": 1024}, EXPERT_KINDS, 4, 3

@@ -30,7 +30,7 @@ with INTERPRET, suppress(ImportError):
 import gguf
 import hypothesis
 import transformers
-from texts import strings
+from texts import TEMPLATE, strings
 from tokenizers import Tokenizer as TokenizersLibrary
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -63,7 +63,11 @@ BLOOM, PHI3, GRANITE = transformers.BloomConfig, transformers.Phi3Config, transf
 GEMMA3, OLMO2, OLMO3 = transformers.Gemma3TextConfig, transformers.Olmo2Config, transformers.Olmo3Config
 MINISTRAL3, QWEN35, LFM2 = transformers.Ministral3Config, transformers.Qwen3_5TextConfig, transformers.Lfm2Config
 MIXTRAL, QWEN3_MOE = transformers.MixtralConfig, transformers.Qwen3MoeConfig
-QWEN35_MOE = transformers.Qwen3_5MoeTextConfig
+QWEN35_MOE, LFM2_MOE, NANOCHAT = (
+    transformers.Qwen3_5MoeTextConfig,
+    transformers.Lfm2MoeConfig,
+    transformers.NanoChatConfig,
+)
 SHORT_CONTEXT = {"original_max_position_embeddings": 95}  # of longrope
 
 
@@ -119,8 +123,9 @@ def save_random(config, directory: Path, seed: int, **save):
     kind = config.model_type
     # With these scales, the text does not repeat itself.
     small, large = (0.1, 2.5) if kind == "bloom" else (0.3, 1.2)
+    biases = [(key, bias) for key, bias in model.named_buffers() if key.endswith("expert_bias")]
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        for key, weight in [*model.named_parameters(), *biases]:
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
             # Norms of Gemma and Qwen3.5 add 1 themselves, but for that in a gated delta net.
@@ -357,7 +362,6 @@ def tiny_chat_llama(directory, byte_level, context, template, seed):
 def checkpoints(tmp_path_factory, byte_level):
     """The checkpoints of one tiny model with a tokenizer and a template, by format; None is float32."""
     from servers import CONTEXT
-    from texts import TEMPLATE
 
     folder = tmp_path_factory.mktemp("serve")
     tiny_chat_llama(folder / "hf", byte_level, CONTEXT, TEMPLATE, seed=1)

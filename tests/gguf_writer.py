@@ -42,7 +42,10 @@ def family_fields(config):
             "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
             "full_attention_interval": 4, "rope.dimension_sections": [11, 11, 10, 0],
         }  # fmt: skip
-    if config.model_type == "lfm2":
+    if config.model_type == "lfm2_moe":
+        fields |= {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
+        fields["expert_weights_scale"] = config.routed_scaling_factor
+    if config.model_type in ("lfm2", "lfm2_moe"):
         heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
         fields |= {
             "shortconv.l_cache": config.conv_L_cache, "vocab_size": config.vocab_size,
@@ -78,7 +81,8 @@ def pair_rows(weight, heads):
 def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors=None, per_file=0):
     """Write a transformers model. quantize(name) -> a GGMLQuantizationType, or None for float32. extra, tensors: fields
     and tensors to add or replace, or None to leave one out. per_file: tensors in each of several files; 0: one file."""
-    config = model.config
+    config = getattr(model.config, "text_config", model.config)
+    config.tie_word_embeddings = model.config.tie_word_embeddings
     family = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(path), family, split_max_tensors=per_file)
     fields = config_fields(config) | family_fields(config)
@@ -119,11 +123,14 @@ def config_fields(config):
 
 
 def model_tensors(model, family):
-    config = model.config
+    config = getattr(model.config, "text_config", model.config)
     names = NAMES | OTHER_NAMES.get(config.model_type, {})
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     state = {}
     for name, weight in model.state_dict().items():
+        name = name.replace("language_model.", "")
+        if name.startswith("model.visual"):
+            continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = weight.float().numpy()
@@ -136,13 +143,13 @@ def model_tensors(model, family):
             array = array + 1
         if family in ("qwen35", "qwen35moe"):
             array = qwen35_array(config, stem, kind, array)
-        if family == "lfm2" and stem.endswith("conv.conv"):
+        if family.startswith("lfm2") and stem.endswith("conv.conv"):
             array = array.squeeze(1)
         if family in PAIRED and last in heads:
             array = pair_rows(array, heads[last])
         if stem.startswith("model.layers."):
             _, _, layer, inner = stem.split(".", 3)
-            ending = {"A_log": "_a", "dt_bias": "_dt.bias"}.get(kind, f".{kind}")
+            ending = {"A_log": "_a", "dt_bias": "_dt.bias", "expert_bias": ".bias"}.get(kind, f".{kind}")
             if kind == "weight" and inner == "mlp.shared_expert_gate":
                 array = array.squeeze(0)
             state[f"blk.{layer}.{names[inner]}{ending}"] = array

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from checkpoint import ShardFile, Writer, empty_model, read_config
 from cli import UserError
 from config import Config
 from costs import available_memory, check_memory, total_weight_bytes
-from load import load_model
+from load import check_fits, load_model
+from options import ModelOptions
 
 SMALL = Config(1, 1, 1, 2, 2, 2, 2, 2)
 
@@ -102,13 +105,25 @@ def test_memory_is_refused_before_loading_with_both_numbers(monkeypatch):
         model = empty_model(config)
         caches = model.cache_bytes(1, 1016, torch.bfloat16)
         check_memory(total_weight_bytes(model, torch.bfloat16), caches, "cpu")
+    check_fits(model, ModelOptions(), "cpu", 10**11, portion=0.1)
     check_memory(10**6, 10**6, "cpu")
     with pytest.raises(UserError, match="KV cache"):
         check_memory(10**6, 10**14, "cpu")
 
 
-def test_available_memory_is_plausible():
+def test_available_memory(tmp_path, monkeypatch):
+    """What is free, or what the limit of the cgroup leaves, where the page cache counts as used."""
     assert 10**8 < available_memory("cpu") < 10**14
+    monkeypatch.setattr("costs.Path", lambda path: tmp_path / path.replace("/", "_"))
+    (tmp_path / "_proc_meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 9 kB\n")
+    assert available_memory("cpu") == 9 * 1024
+    group = tmp_path / "_sys_fs_cgroup"
+    group.mkdir()
+    for name, text in (("current", "7000"), ("stat", "anon 1\nactive_file 300\ninactive_file 20")):
+        (group / f"memory.{name}").write_text(text)
+    for limit, expected in (("max", 9216), ("8000", 1320), ("90000", 9216)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert available_memory("cpu") == expected
 
 
 @pytest.mark.slow
@@ -205,8 +220,15 @@ def test_a_checkpoint_that_was_moved_out_of_the_way_comes_back(tmp_path, monkeyp
     assert there() == 1
 
 
-def test_writers_leave_each_other_alone(tmp_path):
-    (tmp_path / ".out.dead.tmp").mkdir()
+def test_writers_leave_each_other_alone(tmp_path, monkeypatch):
+    """Also one whose directory has not changed for an hour, if a file in it has."""
+    file = tmp_path / ".out.dead.tmp" / "shard-1"
+    file.parent.mkdir()
+    file.touch()
+    time.sleep(0.05)
+    file.touch()
+    now = sum(path.stat().st_ctime for path in (file, file.parent)) / 2 + checkpoint.ABANDONED_S
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now))
     with Writer(tmp_path / "out") as early:
         with Writer(tmp_path / "out") as late:
             for writer, value in ((late, 2.0), (early, 1.0)):

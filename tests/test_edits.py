@@ -20,7 +20,7 @@ from sampling import SamplingParams
 NOT_CALLED = {
     "kernels.attention_torch", "kernels.zero_bad", "kernels.rms_norm", "formats.StackedLinear.multiply_expert",
     "formats.StackedLinear.forward", "sampling.probabilities_reference", "mixers.experts.run_experts",
-    "mixers.mtp.DraftLayer.read", "mixers.mtp.DraftLayer.join",
+    "mixers.mtp.MTPLayer.read", "mixers.mtp.MTPLayer.join",
 }  # fmt: skip
 # The beginnings of functions' names -> a tiny model that needs these functions
 MODELS = {
@@ -79,9 +79,17 @@ def test_a_patched_function_runs(name, tiny, monkeypatch, capsys):
     assert found == expected
 
 
+def test_a_kernel_comes_back_with_its_function(monkeypatch):
+    known = {"linear_packed", "attention"}
+    for function, expected in ((abs, {"linear_packed"}), (edits.function_at("kernels.zero_bad"), set(known))):
+        monkeypatch.setattr("kernels.zero_bad", function)
+        edits.set_aside(known, "a device")
+        assert known == expected
+
+
 def test_an_edited_file_is_noticed_and_a_comment_is_not(tmp_path, tiny):
-    """A copy of the tree, whose attention is edited: first only in its comments and line breaks, and then so that it
-    gives nothing."""
+    """A copy of the tree, whose attention is edited: first only in its comments and its docstring, and then so that
+    it gives nothing."""
     for path in ROOT.iterdir():
         if path.name in ("cpu", "drafts", "mixers", "sources", "text") or path.suffix in (".py", ".json"):
             (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
@@ -97,7 +105,7 @@ def test_an_edited_file_is_noticed_and_a_comment_is_not(tmp_path, tiny):
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
         return json.loads(done.stdout)["samples"], done.stderr
 
-    commented = source.replace(line, "        # What a comment says does not count.\n\n" + line)
+    commented = source.replace(line, '        """A docstring does not count."""\n\n        # Nor a comment.\n' + line)
     before, errors = generated(commented)
     assert "was edited" not in errors
     after, errors = generated(commented.replace(end, end.replace("y.flatten(2)", "0 * y.flatten(2)")))

@@ -507,6 +507,14 @@ def test_no_graph_is_compiled_again(models, monkeypatch):
         assert request.finish_reason in ("length", "cancelled")
 
 
+def test_code_that_cannot_be_compiled_is_named_in_one_line(models, monkeypatch):
+    model = models()
+    monkeypatch.setattr(type(model), "head", lambda self, x: print(x) or self.linear_head(x))
+    engine = Engine(model, 1, LENGTH, compiled_steps(True, False))
+    with pytest.raises(UserError, match=r"--compile cannot compile .*test_engine.py:\d+, .* leave out --compile"):
+        warm_up(engine, [[5, 6]], False)
+
+
 def test_graphs_do_not_check_modules_again(models, monkeypatch):
     """Whatever the arguments are called: a change of a module that its guards would notice needs no new graph."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -337,7 +337,7 @@ def test_cache_lengths_of_longrope_stay_within_the_original_context():
     """Unless more is needed or given."""
     scaling = RopeScaling("longrope", original_max_seq_length=3000, factors=(2.0, 3.0), long_factors=(5.0, 7.0))
     config = Config(1, 2, 2, 4, 8, 8, 10, 100_000, rope_scaling=scaling)
-    assert [choose_cache_length(None, config, n) for n in (1, 2049, 3001)] == [512, 3000, 8192]
+    assert [choose_cache_length(None, config, n) for n in (1, 2049, 3000, 3001)] == [512, 3000, 3000, 8192]
     assert choose_cache_length(None, config, wanted=8192) == 3000 < choose_cache_length(3001, config) == 3001
 
 

@@ -274,6 +274,17 @@ COPIED = """if True:
     print(*request.new_tokens)"""
 
 
+COPIED_KERNELS = COPIED.replace(
+    "model = read_weights(checkpoint, checkpoint.empty_model(), dtype=torch.float32)",
+    """
+    from cpu.install import CpuInstaller
+    model = checkpoint.empty_model()
+    installer = CpuInstaller(model)
+    read_weights(checkpoint, model, installer=installer)
+    model.backend = installer.finish()""",
+)
+
+
 def test_the_files_that_the_readme_says_to_copy_run_a_checkpoint(tiny, tmp_path, python):
     """Those of the model alone and of the engine can be imported, and with all of them a directory generates."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -282,7 +293,9 @@ def test_the_files_that_the_readme_says_to_copy_run_a_checkpoint(tiny, tmp_path,
         for name in re.findall(r"`([\w/]+\.py)`", part):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
-        code = ("import model", "import model, engine", COPIED)[count]
+        if "`cpu/`" in part:
+            shutil.copytree(ROOT / "cpu", tmp_path / "cpu")
+        code = ("import model", "import model, engine", COPIED, COPIED_KERNELS)[count]
         command = [*python, "-c", code, str(tiny("llama-mha")[2])]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

@@ -28,9 +28,10 @@ from speculative import Speculation
 
 
 def test_options_take_the_values_of_the_command_line():
-    options, drafts = ModelOptions(dtype="float16", draft=["lookup:a:b", "medusa"], speculate_k="3"), []
-    drafts += [DraftOption("lookup", "a:b"), DraftOption("medusa")]
+    drafts = [DraftOption("lookup", "a:b"), DraftOption("medusa", "c"), DraftOption("lookup", "d")]
+    options = ModelOptions(dtype="float16", draft=["lookup:a:b", "medusa:c", "lookup:d"], speculate_k="3")
     assert options == ModelOptions(dtype=torch.float16, draft=drafts, speculate_k=3)
+    assert str(options.heads_path) == "c"
 
 
 @pytest.mark.parametrize("fields, why", [

@@ -9,7 +9,7 @@ import torch
 from cases import SPARSE, read_model, write_random
 from conftest import SHORT_CONTEXT, TINY, for_long_rows, greedy, hf_greedy, only_torch, random_prompts
 
-from config import Config, RopeScaling
+from config import Config, DeltaNet, RopeScaling, ShortConv
 from load import load_model
 from model import Transformer
 from positions import rope_frequencies, rope_table
@@ -151,6 +151,11 @@ def test_config_refuses_impossible_sizes():
     for field, value in bad.items():
         with pytest.raises(ValueError, match=field):
             Config(**good | {field: value})
+    net, conv = DeltaNet((0,), 1, 2, 4, 4), ShortConv((0,), 12)
+    with pytest.raises(ValueError, match="delta_net and short_conv are both given; a model has one kind"):
+        Config(**good, delta_net=net, short_conv=conv)
+    with pytest.raises(ValueError, match="short_conv must be a ShortConv, not a dict; is it missing in PARTS"):
+        Config(**good, short_conv={"layers": (0,), "conv_channels": 12})
     with pytest.raises(ValueError, match="3 factors for 8 dimensions"):
         Config(**good, rope_scaling=RopeScaling("factors", factors=(1.0, 2.0, 3.0)))
     wrong = [{"kind": "yarn", "factor": 4.0}, {"kind": "linear", "factor": "2"}, {"kind": "factors", "factors": ("a",)}]

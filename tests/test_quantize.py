@@ -79,9 +79,9 @@ def test_no_weight_is_further_off_than_half_a_level(N, C, groupsize, kind, seed)
 def test_the_layout_on_disk():
     """By hand: the low nibble is the even column, each group has its own scale and min, and the last group is short."""
     w = torch.tensor([[0.0, 15, 3, 7, 1, 2, 9, 4] * 8])  # 64 columns on a grid of steps of 1
-    packed = pack(torch.cat([w - 1, 10 * w[:, :15]], 1), "int4", 64)
+    packed = pack(torch.cat([w - 1, 10 * w[:, :15] + 20], 1), "int4", 64)
     assert packed["packed"][0, :3].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
-    assert packed["mins"].tolist() == [[-1.0, 0.0]] and packed["scales"].tolist() == [[1.0, 10.0]]
+    assert packed["mins"].tolist() == [[-1.0, 20.0]] and packed["scales"].tolist() == [[1.0, 10.0]]
     assert packed["packed"][0, 32:35].tolist() == [0 | 15 << 4, 3 | 7 << 4, 1 | 2 << 4]
     assert packed["packed"].shape == (1, 40) and packed["packed"][0, 39] < 16, "79 columns leave the last nibble empty"
     scales, mins = torch.tensor([[2.0, 0.5]]).half(), torch.tensor([[-4.0, 1.0]]).half()

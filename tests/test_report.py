@@ -2,11 +2,12 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from cases import SPARSE, read_model, write_random
+from cases import NARROW, SPARSE, read_model, write_random
 from conftest import ROOT, only_torch, random_prompts
 from programs import main
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import report
 from checkpoint import empty_model
 from cli import UserError
+from config import Config
 from costs import roofline, total_weight_bytes, weight_bytes
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
@@ -48,6 +50,13 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
     config = model.config
     seen = 37 + 3 * config.sliding_window  # the first of four layers has no window
     assert model.kv_bytes([37]) == seen * 2 * config.n_kv_head * config.head_dim * 4
+    assert replace(config, sliding_layers=()).window(0) is None, "no layer; None would be all"
+
+
+def test_the_bound_counts_the_states_of_all_rows():
+    found = roofline(Config(3, 4, 2, 6, 35, 44, 97, 900, delta_net=NARROW), 1e9, context=9, rows=3)
+    read = sum(found[f"{part}_bytes_per_token"] for part in ("weight", "kv", "state"))
+    assert found["state_bytes_per_token"] > 0 and found["bound_tokens_per_s"] == pytest.approx(1e9 / read)
 
 
 def test_a_roofline_needs_no_weights(tmp_path, tiny, capsys, monkeypatch):
@@ -177,5 +186,8 @@ def test_the_bytes_of_all_weights(sparse, tmp_path, mode):
     model = read_model(tmp_path / "q" if mode else sparse)
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert total_weight_bytes(empty_model(SPARSE, quantization), torch.bfloat16) == total
+    plain = load_model(tmp_path / "q" if mode else sparse, dequantize=True, kernels="torch")
+    total = sum(tensor.nbytes for tensor in plain.state_dict().values())
+    assert total_weight_bytes(empty_model(SPARSE, quantization), torch.bfloat16, unpacked=True) == total
     found = roofline(SPARSE, 1e9, torch.bfloat16, 1, 3, quantization)["weight_bytes_per_token"]
     assert found * 3 == pytest.approx(weight_bytes(model, 3))

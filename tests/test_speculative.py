@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import SPARSE, read_model, write_random
+from cases import SPARSE, random_heads, read_model, some_tokens, write_random
 from conftest import random_prompts
 from programs import ids, main
-from random_heads import random_heads, some_tokens
 from schedules import GREEDY, masked_requests, random_requests, run_randomly
 from table_model import DRAFT, MODEL, ROWS, SETTINGS, V, count, mask, p_value, settings_of
 

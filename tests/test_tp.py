@@ -55,6 +55,9 @@ LFM2_2 = QWEN3 | {"n_layer": 3, "short_conv": ShortConv((0, 2), 64, conv_width=4
 LFM2_3 = QWEN3 | {"short_conv": ShortConv((1,), 51, bias=True)}
 SPARSE_2 = QWEN3 | {"n_layer": 3, "experts": Experts((0, 2), 5, 2, hidden_dim=96, shared_dim=64)}
 SPARSE_3 = QWEN35_3 | {"experts": Experts((0, 1), 7, 3, hidden_dim=41, normalized=False, shared_dim=29)}
+SIGMOID = Experts((1, 2), 5, 3, hidden_dim=44, scoring="sigmoid", choice_bias=True, scale=1.7)
+LFM2_MOE = LFM2_2 | {"experts": SIGMOID}
+NANOCHAT = QWEN3 | {"mlp": "relu2", "embedding_norm": True, "logits_softcap": 9.0}
 SPARSE_1 = LLAMA | {"n_layer": 1, "experts": Experts((0,), 3, 2, hidden_dim=512, shared_dim=768)}
 STACKS = {"blocks.0.experts.gate_up": "q4_k+q5_k", "blocks.0.experts.shared.gate_up": "q6_k+none"}
 STACKS |= {"blocks.0.attention.out": "none", "blocks.0.experts.down": "q6_k"}
@@ -87,6 +90,8 @@ CASES = {
     "3 qwen35, K split": (3, QWEN35_3, 6, 3, 12, 50, 63, False, None, "torch", False),
     "2 lfm2, int4": (2, LFM2_2, 4, 2, 16, 64, 96, True, ("int4", 32, "int8"), "auto", False),
     "3 lfm2, K copied, biased": (3, LFM2_3, 6, 2, 14, 51, 58, False, None, "torch", False),
+    "2 lfm2 with experts": (2, LFM2_MOE, 4, 2, 14, 64, 58, True, None, "auto", False),
+    "3 nanochat, K split": (3, NANOCHAT, 6, 3, 12, 38, 47, False, None, "auto", False),
     "2 experts, some layers dense": (2, SPARSE_2, 4, 2, 16, 48, 160, True, ("int4", 32, "int8"), "torch", False),
     "2 experts, q4_k": (2, SPARSE_1, 2, 2, 16, 256, 70, False, ("q4_k", 256, "none", STACKS), "torch", False),
     "3 qwen35 with experts": (3, SPARSE_3, 6, 3, 12, 50, 63, False, None, "auto", False),

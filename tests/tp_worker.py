@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from random_heads import random_heads
+from cases import random_heads
 
 from compile import compiled_steps
 from drafts.draft_model import ModelDraft

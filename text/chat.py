@@ -119,7 +119,7 @@ class Session:
     def ask(self, text: str, show: Callable[[str], None], earlier: list[dict] | None = None) -> Request:
         """Answer a message, and pass each piece of the answer to show().
 
-        earlier: the messages before it, if they are not those of the conversation. UserError if the
+        earlier: the messages before it, if they are not the conversation's. UserError if the
         context has no room for the message.
 
         Ctrl-C stops the answer (finish_reason "cancelled"). What was generated stays in the

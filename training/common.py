@@ -26,6 +26,7 @@ from cli import (
     print_status,
     progress_bar,
 )
+from model import soft_cap
 
 WARM_UP = 100  # steps in which the learning rate rises
 SAVE_S = 60.0  # seconds between two writes of the state file
@@ -59,20 +60,22 @@ def make_parser(description: str) -> ArgumentParser:
 # ---------------------------------------------------------------- the loss
 
 
-def kl_divergence(x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | int = 0):
+def kl_divergence(
+    x: Tensor, matrix: Tensor, teacher_x: Tensor, teacher_matrix: Tensor, bias: Tensor | int = 0, softcap=None
+):
     """The mean over n positions of KL(p_target || p_draft), where p_draft is
     softmax(x @ matrix.T + bias), and p_target is softmax(teacher_x @ teacher_matrix.T + bias).
 
     x (n,D) and matrix (m,D) may need gradients; teacher_x (n,D'), teacher_matrix (m,D') and bias
     (m,) or 0 are constants. With a sampled vocabulary, bias gives each sampled token the weight
-    of those that were not sampled. Products are computed in bfloat16.
+    of those that were not sampled. softcap: of the products, which are computed in bfloat16.
     """
     columns = matrix.to(torch.bfloat16).t()  # (D,m)
     teacher_columns = teacher_matrix.to(torch.bfloat16).t()
     total = torch.zeros(())
     for rows, teacher_rows in zip(x.split(ROWS), teacher_x.split(ROWS)):
-        draft = (rows.to(torch.bfloat16) @ columns).float() + bias  # (ROWS,m)
-        target = (teacher_rows.to(torch.bfloat16) @ teacher_columns).float() + bias
+        draft = soft_cap((rows.to(torch.bfloat16) @ columns).float(), softcap) + bias  # (ROWS,m)
+        target = soft_cap((teacher_rows.to(torch.bfloat16) @ teacher_columns).float(), softcap) + bias
         total = total + F.kl_div(draft.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True)
     return total / len(x)
 

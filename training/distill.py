@@ -5,7 +5,7 @@ best low-rank approximation of the target's output head. It learns to predict th
 probabilities of each next token (distillation, arXiv:1503.02531), because a proposed token is
 accepted with probability sum min(p_target, p_draft).
 
-A step computes only the logits of the target's most frequent tokens, and those of a random sample
+A step computes only the logits of the target's most frequent tokens, and the logits of a random sample
 of all other tokens, which are weighted to stand for all others. Without the sample, the logits of
 tokens that are never trained would drift upwards.
 """
@@ -30,7 +30,7 @@ from drafts.draft_model import output_head_rows
 from formats import Quantization
 from kernels import without_kernels
 from load import load_model, open_checkpoint
-from model import Transformer, pad_rows
+from model import Transformer, pad_rows, soft_cap
 from text.chat_template import answer_end_ids
 from text.tokenizer import TokenizerFiles
 
@@ -64,6 +64,7 @@ def draft_config(target: Config, layers: int, width: int) -> Config:
         rope_base=target.rope_base,
         tied_embeddings=True,
         n_token=target.n_token,
+        logits_softcap=target.logits_softcap,
     )
 
 
@@ -158,7 +159,7 @@ class Distillation:
         ids, bias = self.sample_vocabulary(step)
         x, hidden = self.hidden_states(self.batches[step])
         matrix = F.embedding(ids, self.draft.embedding.weight)
-        return kl_divergence(x, matrix, hidden, self.head[ids], bias)
+        return kl_divergence(x, matrix, hidden, self.head[ids], bias, self.draft.config.logits_softcap)
 
     def hidden_states(self, sequences: list[Span]) -> tuple[Tensor, Tensor]:
         """The hidden states of draft (g,D) and target (g,D') that predict the next tokens of a batch."""
@@ -174,6 +175,7 @@ class Distillation:
         if sequences is None:
             sequences = self.held_out[:CHECKED]
         V = self.draft.config.n_token or self.draft.config.vocab_size
+        cap = self.draft.config.logits_softcap
         matrix = self.draft.embedding.weight[:V].to(torch.bfloat16)
         head = self.head[:V].to(torch.bfloat16)
 
@@ -182,8 +184,8 @@ class Distillation:
         n = 0
         for sequence in sequences:
             x, hidden = self.hidden_states([sequence])
-            p_draft = (x.to(torch.bfloat16) @ matrix.t()).float().softmax(-1)
-            p_target = (hidden.to(torch.bfloat16) @ head.t()).float().softmax(-1)  # (g,V)
+            p_draft = soft_cap((x.to(torch.bfloat16) @ matrix.t()).float(), cap).softmax(-1)
+            p_target = soft_cap((hidden.to(torch.bfloat16) @ head.t()).float(), cap).softmax(-1)  # (g,V)
             agreed += (p_draft.argmax(-1) == p_target.argmax(-1)).sum().item()
             accepted += torch.minimum(p_draft, p_target).sum().item()
             n += len(x)

@@ -38,10 +38,10 @@ class TrainedHeads(nn.Module):
     """The matrices of the heads, with gradients, and what they are trained against.
 
     embedding: the target's, a function of tokens (n,). matrix (W,D): the rows of the target's
-    output head for the draft vocabulary.
+    output head for the draft vocabulary. softcap: of its logits.
     """
 
-    def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0):
+    def __init__(self, n: int, teacher: TeacherText, embedding, matrix: Tensor, seed: int = 0, softcap=None):
         super().__init__()
         D = matrix.shape[1]
         width = -(-4 * D // 96) * 32  # 4/3 D, rounded up to whole groups of 32
@@ -52,6 +52,7 @@ class TrainedHeads(nn.Module):
         self.n = n
         self.teacher = teacher
         self.embedding = embedding
+        self.softcap = softcap
         self.matrix = matrix.to(torch.bfloat16)
 
     def hidden_states(self, positions: Tensor):
@@ -69,7 +70,7 @@ class TrainedHeads(nn.Module):
         losses = []
         for hidden, at in self.hidden_states(positions):
             expected = self.teacher.hidden_states(at)
-            divergence = kl_divergence(hidden, self.matrix, expected, self.matrix)
+            divergence = kl_divergence(hidden, self.matrix, expected, self.matrix, softcap=self.softcap)
             losses.append(divergence + F.smooth_l1_loss(hidden, expected.float()))
         return torch.stack(losses).mean()
 
@@ -82,7 +83,7 @@ class TrainedHeads(nn.Module):
         hits = []
         for hidden, at in self.hidden_states(positions):
             expected = self.teacher.hidden_states(at)
-            losses.append(float(kl_divergence(hidden, self.matrix, expected, self.matrix)))
+            losses.append(float(kl_divergence(hidden, self.matrix, expected, self.matrix, softcap=self.softcap)))
             pairs = zip(hidden.to(torch.bfloat16).split(1024), expected.split(1024))
             same = [(x @ head).argmax(1) == (y @ head).argmax(1) for x, y in pairs]
             hits.append(float(torch.cat(same).float().mean()))
@@ -149,7 +150,7 @@ def main():
         print_status(f"the {n} most frequent tokens are {covered:.2%} of the text")
 
     matrix = output_head_rows(model, vocabulary[: args.vocabulary])
-    heads = TrainedHeads(args.heads, teacher, model.embedding, matrix, args.seed)
+    heads = TrainedHeads(args.heads, teacher, model.embedding, matrix, args.seed, model.config.logits_softcap)
     state_path = out.with_suffix(".state")
     train(heads, args.epochs, args.seed, state_path)
 

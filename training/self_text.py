@@ -149,7 +149,7 @@ def read_samples(path: Path) -> list[dict]:
     try:
         text = path.read_text()
         if text and not FIRST_LINE.startswith(text[: len(FIRST_LINE)]):
-            raise ValueError("its first line is not that of a sample")
+            raise ValueError("its first line does not describe a sample")
         samples = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         keys = {"index", "prompt", "new"}
         if not all(isinstance(one, dict) and one.keys() == keys and one["new"] for one in samples):

@@ -268,6 +268,12 @@ CGROUPS = {
 }
 
 
+def test_waiting_for_disks_is_no_work(system):
+    allowed = threads.os.sched_getaffinity(0)
+    system({"proc/stat": "".join(f"cpu{i} 1 2 4 800 1600 8 16 32 64 128\n" for i in (*allowed, 99_999))})
+    assert CpuTimes.now().all * threads.os.sysconf("SC_CLK_TCK") == pytest.approx(63 * len(allowed))
+
+
 @pytest.mark.parametrize("name", CGROUPS)
 def test_the_smallest_quota_of_the_cgroups_around_this_process_counts(system, name):
     files, expected = CGROUPS[name]

@@ -9,27 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import numbers, random_heads, write_random
 from programs import main
-from random_heads import random_heads
 from safetensors.torch import load_file, save_file
 from schedules import GREEDY
 from table_model import DRAFT, SETTINGS, p_value
 from test_speculative import three_tokens
 
 from cli import UserError
+from config import Config
 from cpu.build import load_kernels
 from drafts import heads as medusa
-from drafts.draft_model import output_head_rows
-from drafts.heads import (
-    HeadsFile,
-    MedusaDraft,
-    draw_tokens,
-    fingerprint,
-    make_heads,
-    pack_heads,
-    read_heads,
-    save_heads,
-)
+from drafts.draft_model import DraftVocabulary, output_head_rows
+from drafts.heads import HeadsFile, MedusaDraft, draw_tokens, make_heads, pack_heads, read_heads, save_heads
+from drafts.mtp import ReducedHead
 from engine import Engine, Request, generate
 from formats import Quantization, quantize_model
 from load import install_kernels, load_model
@@ -98,7 +91,7 @@ def damage(key, value):
 def test_what_is_no_file_of_heads_is_refused(tiny, tmp_path, change, said):
     model, path = load_model(tiny("mistral-gqa")[2], dtype=torch.float32), tmp_path / "heads.safetensors"
     write_heads(path, model)
-    tensors, about = load_file(path), {"model": "the model", "fingerprint": fingerprint(model)}
+    tensors, about = load_file(path), {"model": "the model", "fingerprint": medusa.fingerprint(model)}
     about |= {"tokens": 40, "heads": 3}
     change(tensors, about)
     save_file(tensors, path, {medusa.FORMAT: json.dumps(about)})
@@ -129,12 +122,13 @@ def test_files_that_cannot_be_read_are_refused(tiny, tmp_path, capsys, monkeypat
 def test_a_fingerprint_is_that_of_the_model_in_every_format(tiny):
     directory = tiny("qwen2-gqa")[2]
     model = load_model(directory, dtype=torch.float32)
-    assert fingerprint(load_model(directory, dtype=torch.bfloat16)) == fingerprint(model)
+    assert medusa.fingerprint(load_model(directory, dtype=torch.bfloat16)) == medusa.fingerprint(model)
     four = load_model(directory, dtype=torch.bfloat16, kernels="torch")
-    assert fingerprint(install_kernels(quantize_model(four, Quantization("int4", 32, "int8")))) == fingerprint(model)
-    assert fingerprint(load_model(tiny("qwen2-sliding")[2])) != fingerprint(model)
+    four = install_kernels(quantize_model(four, Quantization("int4", 32, "int8")))
+    assert medusa.fingerprint(four) == medusa.fingerprint(model)
+    assert medusa.fingerprint(load_model(tiny("qwen2-sliding")[2])) != medusa.fingerprint(model)
     model.norm.weight[3] += 0.1
-    assert fingerprint(model) != fingerprint(load_model(directory))
+    assert medusa.fingerprint(model) != medusa.fingerprint(load_model(directory))
 
 
 @pytest.mark.parametrize("name", ["qwen3-gqa", "llama-mha", "bloom-3"])
@@ -147,6 +141,18 @@ def test_rows_of_the_output_head_are_those_of_its_matrix(tiny, name):
     layer = model.embedding if model.output is None else model.output
     expected = layer.weights(ids)
     assert (output_head_rows(install_kernels(model), ids) - expected).abs().max() < 1e-6
+
+
+def test_a_soft_cap_acts_on_the_logits_of_drafts(tmp_path):
+    more = {"logits_softcap": 2.0, "logits_scale": 3.0, "mlp": "relu2"}
+    model = load_model(write_random(tmp_path, Config(2, 2, 1, 8, 30, 22, 97, 64, **more)), dtype=torch.float32)
+    x, ids = numbers(3, 30), torch.tensor([5, 90, 17, 0])
+    expected = model.head(x)
+    assert expected.abs().max() <= 2 and expected.abs().max() > 1.9
+    vocabulary = DraftVocabulary(ids, output_head_rows(model, ids), 2.0)
+    assert (vocabulary.logits(x, 97)[:, ids] - expected[:, ids]).abs().max() < 0.05  # in int8
+    head = ReducedHead(model)
+    assert not head.is_whole and torch.equal(head.logits(model, x), expected)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

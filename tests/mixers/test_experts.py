@@ -1,6 +1,7 @@
 """Sparse layers: the router, the loop over the experts, and the kernel, which computes the same."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from cases import numbers, quantized
 from conftest import only_torch
 
+from backend import FUSED_FIELDS, uses_only
 from config import Config, Experts
 from cpu.install import CpuInstaller
 from formats import FORMATS, Quantization, StackedLinear, dense_layer, quantize_model
@@ -20,10 +22,11 @@ from model import MLP, Transformer
 NEAR = 2e-6  # float32 sums in another order, relative to the largest number
 CPU = torch.device("cpu")
 SIZES = {"n_layer": 3, "n_head": 6, "n_kv_head": 3, "head_dim": 10, "hidden_dim": 44, "vocab_size": 97}
-# D, then those of Experts: n_expert, n_active, hidden_dim, normalized, shared_dim
+# D, then those of Experts: n_expert, n_active, hidden_dim, normalized, shared_dim, scoring, choice_bias, scale
 CASES = {
     "3-1": (36, 3, 1, 20, True, 0), "5-2": (40, 5, 2, 33, False, 24), "8-3": (70, 8, 3, 16, True, 50),
-    "33-8": (96, 33, 8, 64, False, 0),
+    "33-8": (96, 33, 8, 64, False, 0), "9-4": (50, 9, 4, 28, True, 0, "sigmoid", True, 2.5),
+    "7-3": (46, 7, 3, 26, False, 0, "sigmoid", True), "6-2": (44, 6, 2, 22, True, 38, "sigmoid"),
 }  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def fill(module, seed, dtype=torch.float32):
         weight = numbers(*tensor.shape, seed=1000 * seed + i) * tensor.shape[-1] ** -0.5
         if name.endswith("norm.weight"):
             weight = weight + 1
-        in_float = name.endswith(("router.weight", "shared_gate.weight"))
+        in_float = name.endswith(("router.weight", "shared_gate.weight", "choice.bias"))
         state[name] = weight if in_float else weight.to(dtype)
     module.load_state_dict(state, assign=True)
     return module
@@ -87,10 +90,12 @@ def specification(layer, x):
     for at in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
         token = x[tuple(at)].double()
         logits = layer.router.weight.double() @ token
-        ids = sorted(range(layer.X), key=lambda e: (-logits[e], e))[:experts]
-        weights = logits.softmax(0)[ids]
+        scores = logits.sigmoid() if layer.config.scoring == "sigmoid" else logits.softmax(0)
+        preferred = scores if layer.choice is None else scores + layer.choice.bias
+        ids = sorted(range(layer.X), key=lambda e: (-preferred[e], e))[:experts]
+        weights = scores[ids] * layer.config.scale
         if layer.normalized:
-            weights = weights / weights.sum()
+            weights = weights / (scores[ids].sum() + (1e-6 if layer.config.scoring == "sigmoid" else 0))
         for e, weight in zip(ids, weights):
             gate, up = layer.gate_up.weight.view(layer.X, -1, len(token))[e].double().mv(token).chunk(2)
             down = layer.down.weight.view(layer.X, len(token), -1)[e].double()
@@ -100,6 +105,24 @@ def specification(layer, x):
             shared = layer.shared.down.weight.double().mv(F.silu(gate) * up)
             y[tuple(at)] += torch.sigmoid(layer.shared_gate.weight[0].double() @ token) * shared
     return y
+
+
+def test_fused_operations_refuse_a_field_of_experts_that_they_do_not_know():
+    fields = [("invented", float, 1.0)]
+    config = make_config("5-2")
+    for value, is_known in ((1.0, True), (2.0, False)):
+        more = dataclasses.make_dataclass("More", fields, bases=(Experts,), frozen=True)
+        experts = more(**dataclasses.asdict(config.experts), invented=value)
+        with torch.device("meta"):
+            model = Transformer(dataclasses.replace(config, experts=experts))
+        fill(model, 0)
+        for layer in [layer for block in model.blocks for layer in block.mlp.sparse]:
+            layer.set_counts(torch.zeros(layer.X + 1, dtype=torch.int64))
+        install_kernels(model)
+        runs = [layer.run for block in model.blocks for layer in block.mlp.sparse]
+        assert all(run is not None for run in runs) == is_known
+        assert (model.backend.run_blocks is not None) == is_known
+        assert uses_only(model.config, (*FUSED_FIELDS, "experts")) == is_known  # what Triton's installer asks
 
 
 def assert_near(found, expected, tolerance=NEAR):

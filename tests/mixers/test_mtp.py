@@ -1,4 +1,4 @@
-"""The layer that drafts tokens (mtp): its outputs, its state, what it proposes."""
+"""The MTP layer: its outputs, its state, what it proposes."""
 
 import copy
 import shutil
@@ -29,7 +29,7 @@ from load import load_engine, load_model
 from model import pad_rows
 from options import ModelOptions
 from quantize import quantize_checkpoint
-from sampling import SamplingParams
+from sampling import Sampling, SamplingParams, sample
 from sources.opening import open_gguf, open_hf
 from speculative import Speculation
 
@@ -102,7 +102,7 @@ def model(member):
     return load_model(open_hf(member[1]), dtype=torch.float32, draft=["mtp"])
 
 
-def drafted(model, tokens, k, parts):
+def drafted(model, tokens, k, parts, sampling=None):
     """The k tokens that the layer drafts after a row of tokens, whose prefix the model reads in these parts."""
     engine = Engine(model, 2, 100)
     rows = torch.tensor([1])
@@ -116,7 +116,7 @@ def drafted(model, tokens, k, parts):
     draft.begin(engine)
     inputs = torch.tensor([[tokens[-1]], [start], [1]])
     with torch.no_grad():
-        return draft.draw(model, draft.head, inputs, None, k)[0].tolist()
+        return draft.draw(model, draft.head, inputs, sampling, k)[0].tolist()
 
 
 @pytest.mark.parametrize("parts", [[40], [1] * 40, [17, 23], [20, 3, 16, 1]])
@@ -273,6 +273,18 @@ def test_only_the_first_tokens_are_proposed(member, model, monkeypatch):
     [tokens] = random_prompts((41,), seed=7)
     expected = oracle.target.lm_head(oracle.draft(tokens, 1)[1])[0, :48].argmax()
     assert drafted(model, tokens, 1, [40]) == [int(expected)]
+
+
+def test_a_row_with_a_temperature_has_the_noise_of_the_target(member, model):
+    oracle, _ = member
+    [tokens] = random_prompts((41,), seed=7)
+    logits = oracle.target.lm_head(oracle.draft(tokens, 1)[1])[None].detach()
+    settings = Sampling.make(2, 131)
+    settings.temperature.fill_(1.0)
+    for seed in range(9):
+        settings.seed.fill_(seed)
+        expected, _ = sample(logits, torch.tensor([1]), torch.tensor([41]), None, settings)
+        assert drafted(model, tokens, 1, [40], settings) == expected[0].tolist()
 
 
 def gguf_names(oracle):

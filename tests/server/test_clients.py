@@ -48,7 +48,6 @@ def get_weather(city: str) -> str:
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "Tell the weather in a city.", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
-CITY_FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "schema": City.model_json_schema()}}
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from servers import (
-    CONTEXT,
-    KEY,
-    LONG,
-    MESSAGES,
-    PATIENCE_S,
-    ROWS,
-    RawClient,
-    Server,
-    prompt_ids,
-    wait_for,
-)
+from servers import CONTEXT, KEY, LONG, MESSAGES, PATIENCE_S, ROWS, RawClient, Server, prompt_ids, wait_for
 
 from engine import Request
 from server.api import Choice, CompletionRequest

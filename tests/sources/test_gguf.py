@@ -561,7 +561,7 @@ def ollama_fields(architecture, config):
 
 
 def other_tensors():
-    """Tensors of encoders and of a layer that drafts tokens, some called like those of a language model."""
+    """Tensors of encoders and of an MTP layer, some named like tensors of a language model."""
     names = ["v.blk.0.attn_q.bias", "mm.0.attn_q.bias", "mm.input_projection.weight"]
     names += ["a.blk.0.ffn_down.bias", "mtp.fc.weight", "mtp.layers.0.attn_q.weight", "mtp.norm.weight"]
     tensors = {name: np.full((3, 5), np.nan, dtype=np.float32) for name in names}

@@ -103,6 +103,8 @@ def test_beside_a_tokenizer_model_alone_the_settings_decide(sentencepiece_folder
         expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("the x").input_ids
         end = expected[-1] == 2
         assert Tokenizer(hf_tokenizer_files(tmp_path)).encode("the x") == expected[: -1 if end else None], flags
+    write_flags(tmp_path, (None, "</s>"), added, "LlamaTokenizer")
+    assert hf_tokenizer_files(tmp_path).settings["bos_token_id"] is None, "whatever config.json says"
 
 
 SCRIPTS = [*range(0x21, 0xD7A0, 0x200), *range(0xE000, 0x20000, 0x400)]  # the first letters of some parts of Unicode

@@ -62,6 +62,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: object | None = None
+    embeds: bool = False  # the result is a vector, the hidden state of the prompt's last token; no token follows
     # Written by the engine:
     new_tokens: list[int] = field(default_factory=list)  # with the token of stop_ids at the end
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
@@ -72,6 +73,7 @@ class Request:
     # each new token, and for each prompt token but the first.
     token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     prompt_token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    embedding: Tensor | None = None  # if it embeds: (D,) float32 on the CPU, after the last norm of the model
     # time.perf_counter() when it was "added", "started", had its "first_token" and was "finished"
     times: dict[str, float] = field(default_factory=dict)
 
@@ -600,29 +602,41 @@ class Engine:
         for row in self.rows:
             row.waited += row.is_reading and row.index not in chunk
         parts = [row.unread[:n] for row, n in zip(rows, chunk.values())]
-        logits = self._prefill(rows, parts)  # (B,V)
+        results = self._prefill(rows, parts)
 
-        for row, part, last in zip(rows, parts, logits[:, : self.model.config.n_token]):
+        for row, part, last in zip(rows, parts, results):
             end = row.prefill_end
             row.tokens += part
             row.last_used = start
             self.model.offer_snapshot(row.index, end - len(row.tokens))
-            if not row.unread and row.request.max_new_tokens < 1:  # nothing is sampled
-                if last.max().isfinite():
-                    self._finish(row.request, "length", row)
-                else:
-                    self._append_token(row.request, row, -1)
+            if not row.unread and (row.request.embeds or row.request.max_new_tokens < 1):
+                self._finish_read(row, last)
 
         complete = [i for i, row in enumerate(rows) if row.request is not None and not row.unread]
         if complete:
-            self._append_first_tokens([rows[i] for i in complete], logits[complete])
+            logits = torch.stack([results[i] for i in complete])  # (B,V)
+            self._append_first_tokens([rows[i] for i in complete], logits)
         else:
-            logits[0, 0].item()  # wait for a GPU, so that its time is not counted in the next step
+            results[0][0].item()  # wait for a GPU, so that its time is not counted in the next step
         self.timing.prefill_s += time.perf_counter() - start
         self.timing.prefill_tokens += sum(map(len, parts))
 
-    def _prefill(self, rows: list[Row], parts: list[list[int]]) -> Tensor:
-        """Read parts of the prompts of these rows. Returns the logits (B,V) after each part."""
+    def _finish_read(self, row: Row, last: Tensor):
+        """End a request whose prompt was read and that samples nothing. last: its result of `_prefill`."""
+        request = row.request
+        if request.embeds:
+            request.embedding = last.float().cpu()
+            is_finite = bool(request.embedding.isfinite().all())
+        else:
+            is_finite = bool(last[: self.model.config.n_token].max().isfinite())
+        if is_finite:
+            self._finish(request, "length", row)
+        else:
+            self._append_token(request, row, -1)
+
+    def _prefill(self, rows: list[Row], parts: list[list[int]]) -> Sequence[Tensor]:
+        """Read parts of the prompts of these rows. Returns for each row what follows its last token: the
+        logits (V,), or if the request embeds, the hidden state (D,)."""
         model = self.model
         # A prompt's keys and values must not depend on how it is split into chunks. Passes of up to
         # MAX_DECODE_TOKENS run other kernels. If these round differently, such passes are padded.
@@ -631,13 +645,18 @@ class Engine:
         tokens = tokens.to(model.device)
         input_pos = input_pos.to(model.device)
         cache_rows = torch.tensor([row.index for row in rows], device=model.device)
-        if all(row.request.prompt_logprobs is None for row in rows):
+        if all(row.request.prompt_logprobs is None and not row.request.embeds for row in rows):
             return self.steps.prefill(model, tokens, input_pos, cache_rows)
 
         x = model.hidden(tokens, input_pos, cache_rows)  # (B,S,D)
         self._score_prompts(rows, parts, x)
-        last = [states[len(part) - 1] for states, part in zip(x, parts)]
-        return model.head(torch.stack(last))
+        results = [states[len(part) - 1] for states, part in zip(x, parts)]
+        generating = [i for i, row in enumerate(rows) if not row.request.embeds]
+        if generating:
+            logits = model.head(torch.stack([results[i] for i in generating]))
+            for i, one in zip(generating, logits):
+                results[i] = one
+        return results
 
     def _score_prompts(self, rows: list[Row], parts: list[list[int]], x: Tensor):
         """Record the prompt_logprobs of a chunk, from its hidden states (B,S,D)."""
@@ -713,7 +732,7 @@ class Engine:
         that are not finite."""
         if token < 0:
             row.tokens = []  # the cache may hold NaN
-            return self._finish(request, "error", row, "the model's logits are not finite")
+            return self._finish(request, "error", row, "the model's results are not finite")
 
         request.new_tokens.append(token)
         room = self.length + 1 - len(request.prompt)  # the last token is not read: no position

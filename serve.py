@@ -67,7 +67,8 @@ IDLE_S = 0.25
 
 
 def parse_arguments(argv=None):
-    parser = ArgumentParser(description="Serve a model over HTTP, with OpenAI's API.", formatter_class=HelpFormatter)
+    description = "Serve a model over HTTP, with OpenAI's API: text, or embeddings if the model's files name a pooling."
+    parser = ArgumentParser(description=description, formatter_class=HelpFormatter)
     port = number(int, "0 to 65535", lambda n: 0 <= n < 65536)
     seconds = number(float, "more than 0", lambda s: s > 0)
     add = parser.add_argument_group("the server").add_argument
@@ -165,9 +166,10 @@ def url(listener: socket.socket) -> str:
 
 
 # Of what a client may ask: the path, the prompt's field, the prompt, and where the answer is.
-TEXT_EXAMPLE = ("completions", "prompt", "Once upon a time", "text")
+TEXT_EXAMPLE = ("completions", "prompt", "Once upon a time", "choices[0].text")
 QUESTION = {"role": "user", "content": "Why is the sky blue?"}
-CHAT_EXAMPLE = ("chat/completions", "messages", [QUESTION], "message.content")
+CHAT_EXAMPLE = ("chat/completions", "messages", [QUESTION], "choices[0].message.content")
+EMBEDDING_EXAMPLE = ("embeddings", "input", "Why is the sky blue?", "data[0].embedding")
 
 
 def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
@@ -176,9 +178,14 @@ def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
         return ""
 
     path, name, prompt, answer = TEXT_EXAMPLE
-    if checkpoint.tokenizer_files.template is not None:
+    limit = {"max_tokens": 200}
+    if checkpoint.tokenizer.embedding is not None:
+        path, name, prompt, answer = EMBEDDING_EXAMPLE
+        limit = {}
+    elif checkpoint.tokenizer_files.template is not None:
         path, name, prompt, answer = CHAT_EXAMPLE
-    body = json.dumps({name: prompt, "max_tokens": 200})
+    body = json.dumps({name: prompt} | limit)
+    arguments = "".join(f", {key}={value}" for key, value in limit.items())
     header = ' -H "Authorization: Bearer $API_KEY"' if api_key else ""
     key = "the key" if api_key else "unused"
 
@@ -191,8 +198,8 @@ From Python (pip install openai):
 from openai import OpenAI
 client = OpenAI(base_url="{address}/v1", api_key="{key}")
 prompt = {json.dumps(prompt)}
-answer = client.{path.replace("/", ".")}.create(model={json.dumps(checkpoint.name)}, {name}=prompt, max_tokens=200)
-print(answer.choices[0].{answer})
+answer = client.{path.replace("/", ".")}.create(model={json.dumps(checkpoint.name)}, {name}=prompt{arguments})
+print(answer.{answer})
 """
 
 
@@ -331,6 +338,7 @@ class RunningRequest:
         self.sent_tokens = len(request.new_tokens)
         token_ids = request.new_tokens[start:]
         scored = zip(token_ids, request.token_logprobs[start:])
+        vector = request.embedding
         return Update(
             self.request_id,
             "",
@@ -342,6 +350,7 @@ class RunningRequest:
             error=request.error,
             traceback="".join(traceback.format_exception(failure)) if failure else None,
             token_ids=token_ids,
+            embedding=None if vector is None else vector.numpy().tobytes(),
         )
 
 

@@ -230,10 +230,17 @@ class ServedModel:
             )
         return room if max_tokens == -1 else min(max_tokens, room)
 
+    def check_head(self):
+        """ApiError if the model cannot generate text."""
+        embedding = self.tokenizer.embedding
+        if embedding is not None and not embedding.has_head:
+            raise ApiError(f"the model {self.name!r} has no output head: it makes embeddings only", param="model")
+
     def parse_completion(self, body: dict) -> CompletionRequest:
         """Parse a body of /v1/completions."""
         fields = CompletionBody.read(body)
         self.check_model_name(fields.model)
+        self.check_head()
         if len(fields.prompts) * fields.n > MAX_PROMPTS:
             raise ApiError(
                 f"{len(fields.prompts)} prompts with n={fields.n} are not supported, at most {MAX_PROMPTS} answers "
@@ -274,6 +281,7 @@ class ServedModel:
         """Parse a body of /v1/chat/completions."""
         fields = ChatBody.read(body)
         self.check_model_name(fields.model)
+        self.check_head()
         conversation = self.chat.read_conversation(fields)
         self.check_text(conversation.text, "messages")
         ids = self.chat.encode(conversation)

@@ -25,7 +25,7 @@ ANTHROPIC_PATH = "/v1/messages"
 # What other servers offer at paths that begin so, after /v1 if they have it.
 NOT_OFFERED = {
     # OpenAI
-    "embeddings": "embeddings", "audio": "speech and transcription", "images": "images",
+    "audio": "speech and transcription", "images": "images",
     "videos": "videos", "moderations": "moderations", "realtime": "realtime sessions",
     "files": "files", "uploads": "files", "vector_stores": "vector stores", "batches": "batches",
     "fine_tuning": "fine-tuning", "evals": "evals", "conversations": "conversations",
@@ -33,11 +33,11 @@ NOT_OFFERED = {
     # Anthropic, Google, and Ollama (also LM Studio and KoboldCpp)
     "complete": "Anthropic's text completions", "v1beta": "Gemini's API", "api": "Ollama's API",
     # vLLM, SGLang and TGI
-    "rerank": "reranking", "score": "scores of texts", "pooling": "embeddings",
-    "classify": "classification", "embed": "embeddings", "generate": "SGLang's and TGI's own API",
+    "rerank": "reranking", "score": "scores of texts", "pooling": "vLLM's pooling",
+    "classify": "classification", "embed": "TEI's own API", "generate": "SGLang's and TGI's own API",
     "generate_stream": "TGI's own API",
     # llama.cpp
-    "completion": "llama.cpp's own API", "embedding": "embeddings", "reranking": "reranking",
+    "completion": "llama.cpp's own API", "embedding": "llama.cpp's own API", "reranking": "reranking",
     "infill": "infilling", "props": "llama.cpp's own API", "slots": "llama.cpp's own API",
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ class OutermostApp:
         scope["request_id"] = new_request_id()
         arrived_at = time.perf_counter()
         # Some clients have a base URL without /v1.
-        if scope["path"].startswith(("/chat/", "/completions", "/models", "/responses", "/messages")):
+        if scope["path"].startswith(("/chat/", "/completions", "/models", "/responses", "/messages", "/embeddings")):
             scope["path"] = f"/v1{scope['path']}"
 
         async def send_with_headers(message):

@@ -1,4 +1,4 @@
-"""The HTTP process: its start, the paths, and the responses to requests that generate text.
+"""The HTTP process: its start, the paths, and the responses to requests that the engine answers.
 
 Read down: `run_http`, which serve.py calls in a new process; the paths; responses. Knows nothing of
 sockets and their limits (connections.py), of who may use the server (access.py), of the pipe
@@ -40,6 +40,7 @@ from server.access import CORS_HEADERS, ApiKey, SameSite, is_loopback
 from server.anthropic import MessageBuilder, count_tokens, parse_message
 from server.api import ServedModel
 from server.connections import BodyLimits, HttpServer, body_of
+from server.embeddings import EmbeddingBuilder, parse_embeddings
 from server.engine_client import EngineClient, UpdateStream
 from server.error_responses import ANTHROPIC_PATH, OutermostApp, handle_error, internal_error
 from server.openai_responses import ItemBuilder, KeptResponses, parse_response
@@ -117,6 +118,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
     posts = {
         "/v1/completions": generating(model.parse_completion),
         "/v1/chat/completions": generating(model.parse_chat),
+        "/v1/embeddings": generating(partial(parse_embeddings, model), EmbeddingBuilder),
         "/tokenize": post_endpoint(model.tokenize),
         "/detokenize": post_endpoint(model.detokenize),
         ANTHROPIC_PATH: generating(partial(parse_message, model), MessageBuilder),
@@ -150,7 +152,7 @@ def make_app(settings: Settings, engine: EngineClient, address: str) -> Outermos
 
 
 def completion_endpoint(engine: EngineClient, model: ServedModel, parse: Callable, builder: Callable = ResponseBuilder):
-    """An endpoint that generates text.
+    """An endpoint whose response the engine generates.
 
     parse: makes a CompletionRequest of the body's JSON object. builder(model, completion): makes an
     object with the methods of ResponseBuilder, which builds the response.

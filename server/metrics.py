@@ -68,9 +68,11 @@ class Metrics:
         now = time.perf_counter()
         self.completion_tokens.inc(update.completion_tokens - choice.counted_tokens)
         choice.counted_tokens = update.completion_tokens
-        if choice.first_token_at is None and update.completion_tokens:
+        is_first = choice.first_token_at is None and update.completion_tokens > 0
+        if is_first:
             choice.first_token_at = now
             self.first_token.observe(now - choice.parsed_at)
+        if is_first or update.embedding is not None:
             self.cached_tokens.inc(update.cached_tokens)
 
         if update.finish_reason is not None:

@@ -299,16 +299,20 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[FunctionTool | Tool
 # ---------------------------------------------------------------- bodies
 
 
+def as_prompts(value: str | list) -> list[str | list[int]]:
+    """The texts, or lists of token ids, of a field that has one or several."""
+    is_list = isinstance(value, list) and isinstance(next(iter(value), 0), str | list)
+    return value if is_list else [value]
+
+
+Prompts = Annotated[str | ListOf[int] | ListOf[str | ListOf[int]], AfterValidator(as_prompts)]
+
+
 class CompletionBody(Answers):
-    prompt: str | ListOf[int] | ListOf[str | ListOf[int]]
+    prompts: Prompts = Field(alias="prompt")
     max_tokens: int = Field(16, ge=-1, validation_alias=LIMIT_NAMES)  # -1: as many as fit into the context
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        is_list = isinstance(self.prompt, list) and isinstance(next(iter(self.prompt), 0), str | list)
-        return self.prompt if is_list else [self.prompt]
 
 
 class ConversationFields(Fields):

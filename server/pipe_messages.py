@@ -83,6 +83,7 @@ class Update:
     error: str | None = None  # a message, if finish_reason is "error"
     traceback: str | None = None  # of the exception behind the error, if there was one
     token_ids: list[int] = field(default_factory=list)  # the new tokens
+    embedding: bytes | None = None  # a vector of float32 numbers, if the request embeds
     events: list[Event] | None = None  # what the parser has found in a chat's text; None: it has not read it
 
 

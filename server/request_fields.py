@@ -196,7 +196,7 @@ NEUTRAL_VALUES = {
     "logits_processors": [[]], "prompt_embeds": [], "include_reasoning": [True],
     "separate_reasoning": [True], "thinking_token_budget": [], "guided_grammar": [""],
     "guided_whitespace_pattern": [], "structural_tag": [], "ebnf": [""],
-    "stop_regex": [[], ""], "no_stop_trim": [False],
+    "stop_regex": [[], ""], "no_stop_trim": [False], "normalize": [True], "use_activation": [True],
     "chat_template": [], "chat_template_kwargs": [{}], "documents": [[]],
     "add_generation_prompt": [True], "continue_final_message": [False],
     # llama.cpp
@@ -204,7 +204,7 @@ NEUTRAL_VALUES = {
     "top_n_sigma": [-1, 0], "dynatemp_range": [0], "mirostat": [0], "xtc_probability": [0],
     "dry_multiplier": [0], "adaptive_target": [-1], "n_indent": [0], "min_keep": [0],
     "n_probs": [0], "n_cmpl": [1], "lora": [[]], "t_max_predict_ms": [-1, 0],
-    "parse_tool_calls": [True], "reasoning_format": ["auto", "deepseek"],
+    "embd_normalize": [2], "parse_tool_calls": [True], "reasoning_format": ["auto", "deepseek"],
     "thinking_forced_open": [False], "reasoning_budget_tokens": [-1],
     "thinking_budget_tokens": [-1], "image_data": [[]],
     # Anthropic

@@ -136,6 +136,8 @@ POST_NORM_NAMES = LLAMA_NAMES | {
     "mlp_post_norm": ["post_feedforward_layernorm"],
 }
 LLAMA_LAYOUT = Layout(LLAMA_NAMES, "model.layers.")
+# AutoModel, which makes embeddings, saves the body of a model without "model.".
+QWEN3_LAYOUT = replace(LLAMA_LAYOUT, renames={r"^(?=(embed_tokens|layers|norm)\.)": "model."})
 POST_NORM_LAYOUT = Layout(POST_NORM_NAMES, "model.layers.")
 GGUF_LAYOUT = Layout(GGUF_NAMES, "blk.", fused_experts=GGUF_FUSED_EXPERTS)
 
@@ -799,9 +801,10 @@ RECORDS = [
     ),
     Family(
         "qwen3",
-        ["Qwen3ForCausalLM"],
+        ["Qwen3ForCausalLM", "Qwen3Model"],
         lambda fields: qwen_fields(fields) | attention_bias(fields) | {"qk_norm": True},
         defaults={"num_key_value_heads": 32, "head_dim": 128},
+        layout=QWEN3_LAYOUT,
         gguf_architecture="qwen3",
     ),
     Family(

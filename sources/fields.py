@@ -54,6 +54,7 @@ NEUTRAL = {
     "hidden_activation": [None, "gelu_pytorch_tanh"],
     "first_k_dense_replace": [None, 0],
     "interpolate_factor": [None, 1],
+    "is_causal": [None, True],
     "is_decoder": [None, False, True],
     "is_encoder_decoder": [None, False],
     "lm_head_bias": [None, False],

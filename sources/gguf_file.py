@@ -21,7 +21,7 @@ from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import Fields, yarn_attention_factor
 from sources.gguf_header import TensorInfo, read_header, split_files
-from sources.gguf_tokenizer import gguf_tokenizer_files
+from sources.gguf_tokenizer import LAST_TOKEN, gguf_tokenizer_files
 from text.tokenizer import TokenizerFiles
 
 # The fields that are read or checked. Any other field of the architecture causes a warning.
@@ -37,7 +37,8 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     embedding_scale residual_scale logit_scale ssm.conv_kernel ssm.inner_size
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
-    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers"""
+    rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers
+    pooling_type"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -184,6 +185,8 @@ class GgufFile:
                 self.refuse(name, "is not an integer")
         if not 0 <= self.hyper("nextn_predict_layers", 0) < self.hyper("block_count"):
             self.refuse("nextn_predict_layers", f"does not fit {self.hyper('block_count')} layers")
+        if self.hyper("pooling_type", 0) not in (0, LAST_TOKEN):
+            self.refuse("pooling_type", "(1 is mean, 2 is CLS, 4 is for rerankers) is not supported; expected 3 (last)")
         if self.hyper("expert_count", 0) and not self.family.gguf_experts:
             self.refuse("expert_count", "makes this a mixture of experts, which is not supported")
 

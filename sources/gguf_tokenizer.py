@@ -12,6 +12,7 @@ from text.tokenizer import TokenizerFiles, tokenizer_errors
 
 START = "tokenizer.ggml."  # the names of the fields begin with this
 TOKEN_IDS = {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown")}
+LAST_TOKEN = 3  # the pooling_type of models that make embeddings; 0 is none, 1 mean, 2 CLS, 4 a reranker's
 # The types of tokens, numbered as in sentencepiece.
 NORMAL = 1
 UNKNOWN = 2
@@ -53,6 +54,10 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
         about = f"{metadata.get('general.architecture')} {metadata.get('general.name')}".lower()
         is_phi3 = "phi3" in about or "phi-3" in about  # as in llama.cpp
         files.settings |= {"added_tokens": added_tokens(fields, is_phi3), "legacy": True}
+
+    if metadata.get(f"{metadata.get('general.architecture')}.pooling_type") == LAST_TOKEN:
+        appends = bool(fields.get("add_eos_token")) and "eos_token_id" in fields
+        files.settings["embedding"] = {"append_ids": [fields["eos_token_id"]] if appends else []}
 
     files.template = metadata.get("tokenizer.chat_template") or None
     files.tool_template = metadata.get("tokenizer.chat_template.tool_use") or None

@@ -1,10 +1,11 @@
 """Reads Hugging Face directories: the Config, the tensors, the tokenizer.
 
 Read down: config.json, whose fields the family's record (families.py) interprets; the weights, from
-safetensors or .bin files; the tokenizer's settings, from up to five files. Nothing is guessed from
-the directory's name.
+safetensors or .bin files; the tokenizer's settings, from up to five files; how texts become vectors
+(sentence-transformers' files). Nothing is guessed from the directory's name.
 """
 
+import json
 import pickle
 import warnings
 import zipfile
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import INDEX, SafetensorsReader, make_config, safetensors_header, weight_paths
-from cli import UserError, first_line, read_json
+from cli import UserError, first_line, read_json, read_text
 from config import Config
 from sources.families import FAMILIES, Family, Layout
 from sources.fields import Fields
@@ -162,12 +163,12 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
 ADDED_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
-def hf_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """The tokenizer and the chat templates of a Hugging Face directory."""
+def hf_tokenizer_files(directory: Path, has_head: bool = True) -> TokenizerFiles:
+    """The tokenizer and the chat templates of a Hugging Face directory. has_head: see Embedding."""
     older = read_optional(directory, "special_tokens_map.json")  # older checkpoints have it as well
     settings = older | read_optional(directory, "tokenizer_config.json")
     try:
-        files = read_tokenizer_files(directory, hf_special_tokens(directory, settings))
+        files = read_tokenizer_files(directory, hf_special_tokens(directory, settings, has_head))
         named = settings.get("chat_template")
         if not isinstance(named, list):
             named = [{"name": "default", "template": named}]
@@ -219,7 +220,7 @@ def added_tokens(directory: Path, settings: dict, library) -> list[dict]:
     return tokens
 
 
-def hf_special_tokens(directory: Path, settings: dict) -> dict:
+def hf_special_tokens(directory: Path, settings: dict, has_head: bool) -> dict:
     """Our tokenizer_config.json, from Hugging Face's, the vocabulary, and the model's config.json."""
     library = None
     if (directory / "tokenizer.json").exists():
@@ -236,9 +237,10 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
 
     bos, eos_ids = special_ids(directory, named, token_id)
     if library is not None:  # then transformers ignores add_bos_token
-        first = first_token(library)
+        first, appended = surrounding_tokens(library)
     else:
         first = bos if settings.get("add_bos_token") else None
+        appended = [token_id(named.get("eos_token"))] if settings.get("add_eos_token") else []
     return {
         "bos_token_id": bos if first is None else first,
         "eos_token_ids": list(dict.fromkeys(eos_ids)),
@@ -248,6 +250,7 @@ def hf_special_tokens(directory: Path, settings: dict) -> dict:
         "add_bos_token": first is not None,
         "added_tokens": added,
         "legacy": settings.get("legacy", True) is not False,
+        **hf_embedding(directory, appended, has_head),
     }
 
 
@@ -272,10 +275,40 @@ def special_ids(directory: Path, named: dict, token_id: Callable) -> tuple[int |
     return bos, eos_ids
 
 
-def first_token(library) -> int | None:
-    """The id that the post-processor of a tokenizer.json puts before a text, or None. (It may put more
-    there, and others after the text, which a prompt here does not have.)"""
+def surrounding_tokens(library) -> tuple[int | None, list[int]]:
+    """The id that the post-processor of a tokenizer.json puts before a text, or None, and the ids that it puts
+    after it. (It may put more before it, which no text here has. Only embeddings have those after it.)"""
     library.no_padding()
     encoding = library.encode("a")
     is_added = encoding.special_tokens_mask
-    return encoding.ids[0] if is_added and is_added[0] else None
+    end = max((i + 1 for i, added in enumerate(is_added) if not added), default=len(is_added))
+    return encoding.ids[0] if is_added and is_added[0] else None, encoding.ids[end:]
+
+
+# ---------------------------------------------------------------- embeddings
+
+MODULES = "modules.json"  # only models of sentence-transformers have it
+
+
+def hf_embedding(directory: Path, append_ids: list[int], has_head: bool) -> dict:
+    """The setting `embedding` of a Tokenizer, if sentence-transformers' files say that a text's vector is its
+    last hidden state. UserError if they say something else."""
+    path = directory / MODULES
+    if not path.exists():
+        return {}
+    try:
+        modules = {module["type"].rpartition(".")[2]: module["path"] for module in json.loads(read_text(path))}
+        pooling_path = directory / modules.get("Pooling", "") / "config.json"
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a list of modules: {first_line(error)}") from None
+    if others := [kind for kind in modules if kind not in ("Transformer", "Pooling", "Normalize")]:
+        raise UserError(f"{path}: module {others[0]} is not supported; expected Transformer, Pooling and Normalize")
+
+    # Older files have a switch for each kind. (include_prompt cannot concern the last token.)
+    pooling = read_json(pooling_path)
+    switches = [name for name, is_on in pooling.items() if name.startswith("pooling_mode_") and is_on is True]
+    mode = pooling.get("pooling_mode", [name.removeprefix("pooling_mode_") for name in switches])
+    if mode not in ("lasttoken", ["lasttoken"]):
+        raise UserError(f"{pooling_path}: pooling {mode} is not supported; expected lasttoken")
+    embedding = {"normalize": "Normalize" in modules, "append_ids": append_ids, "has_head": has_head}
+    return {"embedding": embedding}

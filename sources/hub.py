@@ -25,6 +25,7 @@ FORMAT = re.compile(r"(?<![a-z0-9])(?:ud-)?(?:i?q\d\w*|mxfp4\w*|bf16|f16|f32)(?=
 NO_MODELS = ("mmproj", "imatrix")  # GGUF files with these words in their names hold something else
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # only files of the first of these are downloaded
 SMALL_FILES = ("*.json", "tokenizer.model", "*.jinja")
+POOLING = "*_Pooling/config.json"  # how a model of sentence-transformers makes embeddings
 
 
 def looks_like_hub_id(source: str) -> bool:
@@ -117,7 +118,8 @@ def directory_files(names: list[str]) -> list[str]:
     for weights in WEIGHTS:
         if any(fnmatch(name, weights) for name in outside):
             patterns = (*SMALL_FILES, weights)
-            return [name for name in outside if any(fnmatch(name, pattern) for pattern in patterns)]
+            poolings = [name for name in names if fnmatch(name, POOLING)]
+            return [name for name in outside if any(fnmatch(name, pattern) for pattern in patterns)] + poolings
     return []
 
 

@@ -30,7 +30,7 @@ from sources import hub, wheels
 from sources.assemble import AssembledWeights, with_mtp_layer
 from sources.families import Layout
 from sources.gguf_header import gguf_name, is_gguf, split_files
-from sources.hf_directory import HfFiles, hf_family, hf_tokenizer_files, vocabulary_size
+from sources.hf_directory import MODULES, HfFiles, hf_family, hf_tokenizer_files, vocabulary_size
 from sources.names import find_model
 
 # Tensors of multimodal models that are left out.
@@ -86,7 +86,12 @@ def open_hf(directory: Path) -> Checkpoint:
     family, config = hf_family(directory)
     file = HfFiles(directory, family.layout)
     layout = family.layout
-    if config.tied_embeddings:
+    head = f"{layout.names['output'][0]}.weight"
+    has_head = config.tied_embeddings or head in file.shapes() or not (directory / MODULES).exists()
+    if not has_head:
+        print_status(f"{directory} has no output head: it makes embeddings, and text would be meaningless")
+        config = dataclasses.replace(config, tied_embeddings=True)
+    elif config.tied_embeddings:
         config, layout = correct_tied_head(config, file)
     if family.padded_vocabulary:
         config = dataclasses.replace(config, n_token=vocabulary_size(directory, config.vocab_size))
@@ -109,7 +114,7 @@ def open_hf(directory: Path) -> Checkpoint:
             print_status(f"{directory}: left out: tensors of other modalities")
         return weights
 
-    read_tokenizer = partial(hf_tokenizer_files, directory)
+    read_tokenizer = partial(hf_tokenizer_files, directory, has_head)
     about = {"recommended": read_recommended(directory), "made_model": model}
     return Checkpoint(directory, config, None, open_weights, read_tokenizer, files, **about)
 

@@ -24,7 +24,7 @@ ORDER = """
     options load text.chat generate
     server.parameters server.python_calls server.tools server.tool_grammars server.answers
     server.pipe_messages server.request_fields server.openai_requests server.constraints server.chat_prompts
-    server.answer_text server.api
+    server.answer_text server.api server.embeddings
     server.responses server.anthropic_requests server.anthropic server.responses_requests server.openai_responses
     server.metrics server.engine_client server.error_responses server.access
     server.connections server.http_server serve

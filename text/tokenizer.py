@@ -26,6 +26,15 @@ TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "chat_template_tool_use.jinja"
 
 
+@dataclass(frozen=True)
+class Embedding:
+    """How a text becomes a vector: it is the last hidden state of the text's last token."""
+
+    normalize: bool = True  # the vector has length 1
+    append_ids: tuple[int, ...] | list[int] = ()  # tokens that follow each text
+    has_head: bool = True  # False: the model has no output head, and cannot generate text
+
+
 @dataclass
 class TokenizerFiles:
     """What a Tokenizer and a ChatTemplate are made of.
@@ -71,7 +80,8 @@ class Tokenizer:
     The settings of tokenizer_config.json hold what the vocabulary does not: bos_token_id,
     eos_token_ids, add_bos_token; the tokens that a chat template may name (bos_token, eos_token
     and so on); the added_tokens, in the form of a tokenizer.json, if there is none or it lacks
-    some; and for a tokenizer.model, whether spaces are handled in the `legacy` way.
+    some; for a tokenizer.model, whether spaces are handled in the `legacy` way; and the fields of
+    Embedding, as `embedding`, if the model is one that makes embeddings.
     """
 
     def __init__(self, source: TokenizerFiles | Path):
@@ -94,6 +104,10 @@ class Tokenizer:
         texts = {name: text for name, text in config.items() if isinstance(text, str) and text}
         self.named_tokens = {name: text for name, text in texts.items() if name.endswith("_token")}
         self.vocabulary = read_vocabulary(files)
+        self.embedding: Embedding | None = None
+        if config.get("embedding") is not None:
+            with tokenizer_errors(self.path):
+                self.embedding = Embedding(**config["embedding"])
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of a text.

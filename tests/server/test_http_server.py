@@ -346,7 +346,7 @@ def test_paths_of_other_apis(checkpoints):
     """The answer says what is not offered, and what is."""
     client = InProcess(checkpoints[None]).client
     for path, what in (
-        ("/api/chat", "Ollama's API"), ("/v1/embeddings", "embeddings"), ("/embeddings", "embeddings"),
+        ("/api/chat", "Ollama's API"), ("/embedding", "llama.cpp's own API"), ("/embed", "TEI's own API"),
         ("/v1/audio/speech", "speech and transcription"), ("/completion", "llama.cpp's own API"),
         ("/v1beta/models/a:generateContent", "Gemini's API"), ("/v1/nothing", "this path"), ("/v1", "this path"),
         ("/" + "x" * 9000, "this path"),
@@ -355,7 +355,7 @@ def test_paths_of_other_apis(checkpoints):
             response = client.request(method, path)
             error = response.json()["error"]
             assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
-            offered = "/v1/completions, /v1/chat/completions, /tokenize, /detokenize, /v1/messages, "
+            offered = "/v1/completions, /v1/chat/completions, /v1/embeddings, /tokenize, /detokenize, /v1/messages, "
             offered += "/v1/messages/count_tokens, /v1/responses and /v1/models are"
             told = f"{method} {path[:100]}: Not Found; {what} is not offered; {offered}"
             assert error["message"] == told
@@ -449,7 +449,7 @@ def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):
             assert beside.result() == oracle.text(other, 400)
         assert server.metric("rows_active") == 0
     lines = (tmp_path / "log").read_text()
-    assert f"a request failed: the model's logits are not finite ({ids[0]})\n" in lines and "Traceback" not in lines
+    assert f"a request failed: the model's results are not finite ({ids[0]})\n" in lines and "Traceback" not in lines
 
 
 class Panic(BaseException):

@@ -111,6 +111,9 @@ def load_engine(
     how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, decoding, how)
+    if not (options.all_logits or options.compile):
+        with torch.no_grad():
+            model.backend = replace(model.backend, drawable_logits=model.backend.make_shadow(model))
     watch(engine)
     config = model.config
     if config.is_longrope and how.ranks.rank == 0:

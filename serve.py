@@ -179,7 +179,7 @@ def examples(address: str, checkpoint: Checkpoint, api_key: str | None) -> str:
 
     path, name, prompt, answer = TEXT_EXAMPLE
     limit = {"max_tokens": 200}
-    if checkpoint.tokenizer.embedding is not None:
+    if getattr(checkpoint.tokenizer, "embedding", None) is not None:
         path, name, prompt, answer = EMBEDDING_EXAMPLE
         limit = {}
     elif checkpoint.tokenizer_files.template is not None:

@@ -28,12 +28,26 @@ constexpr float ROUNDING = std::is_same_v<T, float> ? 0x1p-22f : std::is_same_v<
 struct HeadRow {
   float norm;         // of x / scale
   float temperature;  // 0: the token with the largest logit
-  int64_t seed;
-  int64_t position;
+  Noise noise;
   bool is_finite = false;  // of the shadow; otherwise all blocks are needed
   float largest = -INF;    // the largest known logit
   float best = 0;        // with a temperature: the largest known weight / noise, where `reference` has the weight 1
-  float reference = 0;
+  float reference = 0;  // a logit that is about the largest
+  float offset = 0;  // of the bound on 2^32 u in exponential_race, for `best`
+
+  Weights weights() const { return {reference, temperature}; }
+
+  // Takes the logit of a token into account.
+  void learn(int64_t v, float logit) {
+    largest = std::max(largest, logit);
+    if (!(temperature > 0)) return;
+    uint32_t bits[LANES];
+    store(bits, noise.bits(ints(v)));
+    const float ratio = std::exp((logit - reference) * weights().inverse) / Noise::exponential(bits[0]);
+    if (!(ratio > best) || !(ratio < std::numeric_limits<float>::max())) return;
+    best = ratio;
+    offset = (127 + 32 + 2e-3f - std::log2(best)) * 0x1p23f;  // 1e-3 more, for the rounding of weights and noise
+  }
 };
 
 template <class T>
@@ -49,8 +63,8 @@ struct HeadLogits {
   Input to_head;
   Input to_shadow;
   float* near;       // (M,N), the logits of the shadow
+  float* maxima;     // (M,blocks), the largest of them in each block; NaN if one is NaN
   HeadRow* rows;     // (M,)
-  float* maxima;     // of row_statistics, for each row
   int64_t* counted;  // (1,), blocks that were multiplied with the head
 
   int64_t blocks() const { return (V + LANES - 1) / LANES; }
@@ -59,8 +73,8 @@ struct HeadLogits {
     to_head = allocate_input(arena, whole_head, x, M);
     to_shadow = allocate_input(arena, whole_shadow, x, M);
     near = arena.allocate<float>(M * N);
+    maxima = arena.allocate<float>(M * blocks());
     rows = arena.allocate<HeadRow>(M);
-    maxima = arena.allocate<float>(M * ((V + 255) / 256 + 1) * LANES);
     counted = arena.allocate<int64_t>(1);
   }
 
@@ -81,38 +95,50 @@ struct HeadLogits {
   void multiply(int64_t block, HeadRow* known) const {
     multiply_units<T>(head, to_head, M, block, block + 1, nullptr, out);
     for (int64_t m = 0; m < M; m++)
-      for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++) learn(known[m], v, out[m * N + v]);
+      if (known[m].is_finite) learn_block(known[m], m, block);
   }
 
-  static void learn(HeadRow& row, int64_t v, float logit) {
-    row.largest = std::max(row.largest, logit);
-    if (!(row.temperature > 0)) return;
-    const Weights weights(row.reference, row.temperature);
-    uint32_t bits[LANES];
-    store(bits, Noise(row.seed, row.position).bits(ints(v)));
-    const float ratio = std::exp((logit - row.reference) * weights.inverse) / Noise::exponential(bits[0]);
-    if (ratio > row.best && ratio < std::numeric_limits<float>::max()) row.best = ratio;
+  void learn_block(HeadRow& row, int64_t m, int64_t block) const {
+    for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++) row.learn(v, out[m * N + v]);
+  }
+
+  // Writes the maxima of blocks begin..end of the shadow's logits.
+  void find_maxima(int64_t begin, int64_t end) const {
+    for (int64_t m = 0; m < M; m++) {
+      for (int64_t block = begin; block < end; block++) {
+        const int64_t v = block * LANES;
+        const f32x16 x = load_or_minus_infinity(near + m * N + v, V - v);
+        maxima[m * blocks() + block] = equal_lanes(x, x) == first_lanes(LANES) ? max_of_lanes(x) : NAN;
+      }
+    }
   }
 
   // Multiplies the block of the token that would be drawn from the shadow's logits of row m.
-  void guess(int64_t m, const Scratch& scratch) const {
+  void guess(int64_t m) const {
     HeadRow& row = rows[m];
+    const float* all = maxima + m * blocks();
+    int64_t first = 0;
+    bool has_nan = false;
+    for (int64_t block = 0; block < blocks(); block++) {
+      has_nan |= std::isnan(all[block]);
+      if (all[block] > all[first]) first = block;
+    }
+    row.is_finite = !has_nan && std::isfinite(all[first]);
+    if (!row.is_finite) return;
     const float* x = near + m * N;
-    const RowStatistics top = row_statistics(x, V, scratch.maxima);
-    row.is_finite = top.finite;
-    if (!top.finite) return;
-    const int64_t likeliest = argmax(top.max, x, V, scratch.maxima);
-    row.reference = top.max;
-    learn_block(m, likeliest);
-    if (!(row.temperature > 0)) return;
-    const Weights weights(top.max, row.temperature);
-    learn_block(m, exponential_race(Tokens<float>{x, nullptr, V}, weights, 0, Noise(row.seed, row.position), likeliest));
-  }
-
-  void learn_block(int64_t m, int64_t v) const {
-    const int64_t block = v / LANES;
+    int64_t likeliest = first * LANES;
+    while (x[likeliest] != all[first]) likeliest++;
+    const int64_t block = likeliest / LANES;
     multiply_units<T>(head, to_head, M, block, block + 1, nullptr, out);
-    for (v = block * LANES; v < std::min(V, (block + 1) * LANES); v++) learn(rows[m], v, out[m * N + v]);
+    row.reference = -INF;
+    for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++)
+      row.reference = std::max<float>(row.reference, out[m * N + v]);
+    row.is_finite = std::isfinite(row.reference);
+    if (!row.is_finite) return;
+    learn_block(row, m, block);
+    if (!(row.temperature > 0)) return;
+    const int64_t winner = exponential_race(Tokens<float>{x, nullptr, V}, row.weights(), 0, row.noise, likeliest);
+    if (winner / LANES != block) multiply(winner / LANES, rows);
   }
 
   // Whether row m needs a token of a block.
@@ -126,31 +152,29 @@ struct HeadLogits {
     const f32x16 largest = floats(row.largest);
     if (real & (~above(largest, bound))) return true;
     if (!(row.temperature > 0)) return false;
-    // As in exponential_race, with 1e-3 more for the rounding of weights and noise.
-    const Weights weights(row.reference, row.temperature);
-    const f32x16 slope = floats(std::min(weights.inverse * LOG2E * 0x1p23f, 3e38f));
-    const f32x16 offset = floats((127 + 32 + 2e-3f - std::log2(row.best)) * 0x1p23f);
-    const i32x16 most = to_ints(fma(bound - floats(row.reference), slope, offset));
+    // As in exponential_race.
+    const f32x16 slope = floats(std::min(row.weights().inverse * (LOG2E * 0x1p23f), 3e38f));
+    const i32x16 most = to_ints(fma(bound - floats(row.reference), slope, floats(row.offset)));
     Lanes candidates = real & at_least(most, as_ints(floats(0.5f)));
     if (!candidates) return false;
-    const i32x16 random = Noise(row.seed, row.position).bits(lane_indices() + ints(v));
+    const i32x16 random = row.noise.bits(lane_indices() + ints(v));
     return candidates & at_least(as_floats(most), unsigned_to_floats(random));
   }
 
-  void run(const Team& team, const Layer& whole_head, const Layer& whole_shadow, const float* inverse_scales,
-           Scratch* scratch) const {
+  void run(const Team& team, const Layer& whole_head, const Layer& whole_shadow, const float* inverse_scales) const {
     prepare_input_rows<T>(team, whole_head, to_head, M);
     prepare_input_rows<T>(team, whole_shadow, to_shadow, M);
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) rows[m].norm = scaled_norm(m, inverse_scales);
     });
     team.split(M * N, LANES, [&](int64_t i, int64_t end) { std::fill(out + i, out + end, T(-INF)); });
-    team.split(blocks(), grain(shadow), [&](int64_t begin, int64_t end) {
+    team.split(units(shadow), grain(shadow), [&](int64_t begin, int64_t end) {
       multiply_units<float>(shadow, to_shadow, M, begin, end, nullptr, near);
+      find_maxima(begin, std::min(end, blocks()));
     });
     team.barrier();
     if (team.thread == 0)
-      for (int64_t m = 0; m < M; m++) guess(m, scratch[0]);
+      for (int64_t m = 0; m < M; m++) guess(m);
     team.barrier();
     team.split(blocks(), 1, [&](int64_t block, int64_t end) {
       std::vector<HeadRow> known(rows, rows + M);
@@ -196,19 +220,15 @@ Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& 
     HeadLogits<T> call{.head = whole_head.pieces[0], .shadow = whole_shadow.pieces[0], .M = M, .V = V, .D = D, .N = N};
     call.norms = checked(norms, "norms", at::kFloat, {V}).template const_data_ptr<float>();
     call.out = out.data_ptr<T>();
-    Scratch scratch;
     const auto [arrays, memory] = allocate_together([&](Arena& arena) {
       HeadLogits<T> one = call;
       one.allocate(arena, whole_head, whole_shadow, xs.const_data_ptr<T>());
-      scratch = Scratch::allocate(arena, V);
       return one;
     });
     for (int64_t m = 0; m < M; m++)
-      arrays.rows[m] = {.temperature = temperatures[m], .seed = seeds[m], .position = positions[m]};
+      new (arrays.rows + m) HeadRow{.temperature = temperatures[m], .noise = Noise(seeds[m], positions[m])};
     *arrays.counted = 0;
-    parallel(false, [&, &arrays = arrays](const Team& team) {
-      arrays.run(team, whole_head, whole_shadow, scales, &scratch);
-    });
+    parallel(false, [&, &arrays = arrays](const Team& team) { arrays.run(team, whole_head, whole_shadow, scales); });
     total[0] += *arrays.counted;
     total[1] += arrays.blocks();
   });

@@ -5,7 +5,7 @@ computes it; `error_norms` makes the numbers of the bound. A token that is drawn
 token that is drawn with all logits, to the bit.
 
 The source of the bound is the inequality of Cauchy and Schwarz, with a scale for each column: the hidden
-states of most models are large in a few columns, and a good scale is the root of a column's usual size.
+states of most models are large in a few columns, for which a good scale is large.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cpu.layers import PackedLinear
 from formats import QuantizedLinear, Scheme
-from kernels import MAX_DECODE_TOKENS
 from model import Transformer
 
 HEAD_FORMATS = ("q8_0", "int8")  # heads of 8 bits gain; in fewer bits, multiplying takes as long as reading
 SHADOW = Scheme("q5_0", 32)
 MIN_TOKENS = 16384  # with fewer logits, choosing among them costs more than it saves
+MAX_ROWS = 1  # with more hidden states, the products take longer than reading the weights
 ROWS = 8192  # rows of the head that are unpacked at a time
 CALIBRATION_TOKENS = 128
 ROUNDING = 2.0**-24  # the largest relative error of a float32 operation
@@ -33,10 +33,15 @@ class ShadowHead:
     together.
     """
 
-    def __init__(self, head: PackedLinear, scale: Tensor, n_token: int):
-        """scale (D,): of the columns. n_token: the tokens that may be drawn are the first of the head."""
+    def __init__(self, head: PackedLinear, usual: Tensor, n_token: int):
+        """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
+        the head."""
         self.head = head
         self.shadow = PackedLinear(quantize_shadow(head), exact=False)
+        error = next(rows_of(head)) - next(rows_of(self.shadow))
+        # The product of the two norms of the bound is smallest if scale^2 is x / error.
+        scale = (usual / error.square().mean(0).sqrt().clamp(min=1e-9)).sqrt()
+        scale = scale / scale.mean()
         self.norms = torch.cat(list(error_norms(head, self.shadow, scale)))[:n_token].clone()
         self.inverse_scales = 1 / scale
         self.counts = torch.zeros(2, dtype=torch.int64)
@@ -46,14 +51,15 @@ class ShadowHead:
         return self.shadow.weight.nbytes + self.norms.nbytes
 
     @property
-    def share_read(self) -> float:
-        """The share of the head's blocks that the passes so far have read."""
-        return float(self.counts[0] / self.counts[1].clamp(min=1))
+    def share_read(self) -> float | None:
+        """The share of the head's blocks that the passes so far have read; None before the first."""
+        read, all_blocks = self.counts.tolist()
+        return read / all_blocks if all_blocks else None
 
     def __call__(self, x: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor | None:
         """The logits (n,V) of hidden states x (n,D); -inf for tokens that cannot be drawn with these
         settings (n,). None if there are too many rows to gain anything."""
-        if len(x) > MAX_DECODE_TOKENS:
+        if len(x) > MAX_ROWS:
             return None
         return torch.ops.fastpath.head_logits(
             x, self.head.prepared.handle, self.shadow.prepared.handle, self.norms, self.inverse_scales,
@@ -74,8 +80,8 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(n_token, (1, min(CALIBRATION_TOKENS, model.cache_size[1] - 1)), generator=generator)
     x = model.hidden(tokens, torch.arange(tokens.shape[1])[None])[0]  # (S,D)
-    usual = x.float().abs().mean(0).nan_to_num().clamp(1e-6, 1e6)
-    return ShadowHead(head, usual.sqrt(), n_token)
+    usual = x.float().square().mean(0).sqrt().nan_to_num().clamp(1e-6, 1e6)
+    return ShadowHead(head, usual, n_token)
 
 
 def rows_of(layer: PackedLinear) -> Iterator[Tensor]:
@@ -98,10 +104,10 @@ def quantize_q5_0(w: Tensor) -> Tensor:
     N, C = w.shape
     w = nn.functional.pad(w, (0, -C % 32)).view(N, -1, 32)
     scale = (w.abs().amax(-1, keepdim=True) / 15.5).half()
-    levels = (w / scale.float().clamp(min=1e-30)).round().clamp(-16, 15).long() + 16
-    high = ((levels >> 4) << torch.arange(32)).sum(-1, keepdim=True) >> torch.arange(0, 32, 8) & 255
-    low = levels[..., :16] & 15 | (levels[..., 16:] & 15) << 4
-    return torch.cat([scale.view(torch.uint8), high.byte(), low.byte()], -1).flatten(1)
+    levels = (w / scale.float().clamp(min=1e-30)).round_().clamp_(-16, 15).add_(16).byte()
+    bits = (levels >> 4).view(N, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
+    low = levels[..., :16] & 15 | levels[..., 16:] << 4
+    return torch.cat([scale.view(torch.uint8), bits.sum(-1, dtype=torch.uint8), low], -1).flatten(1)
 
 
 def error_norms(head: PackedLinear, shadow: PackedLinear, scale: Tensor) -> Iterator[Tensor]:
@@ -114,5 +120,5 @@ def error_norms(head: PackedLinear, shadow: PackedLinear, scale: Tensor) -> Iter
     relative = (groups + 4) * ROUNDING
     for weights, approximate in zip(rows_of(head), rows_of(shadow)):
         error = ((weights - approximate) * scale).norm(dim=1)
-        size = (weights * scale).norm(dim=1) + (approximate * scale).norm(dim=1)
+        size = 2 * (weights * scale).norm(dim=1) + error  # at least the norms of both
         yield (error + 2 * relative * size) * (1 + 1e-5)

@@ -6,6 +6,7 @@ from cases import numbers
 from conftest import random_prompts
 
 from cpu import shadow
+from cpu.build import load_kernels
 from cpu.layers import PackedLinear
 from cpu.shadow import ShadowHead, make_shadow
 from drafts.retrieval import RetrievalDraft
@@ -18,12 +19,13 @@ from speculative import Speculation
 
 CPU = torch.device("cpu")
 BF16, F16 = torch.bfloat16, torch.float16
-TEMPERATURES = (0.0, 0.3, 0.8, 1.0, 2.0, 1e-30, 1e30)
+TEMPERATURES = (0.0, 1e-3, 0.3, 0.8, 1.0, 2.0, 1e-30, 1e30)
 
 
 @pytest.fixture(autouse=True)
-def kernels():
-    if not has_kernel("head_logits", CPU):
+def kernels(monkeypatch):
+    monkeypatch.setattr(shadow, "MAX_ROWS", 16)
+    if not load_kernels("auto") or not has_kernel("head_logits", CPU):
         pytest.skip("no kernels for this machine")
 
 
@@ -41,10 +43,10 @@ def draw(logits, params, position):
     return sample(logits[:, None], torch.arange(len(logits)), position, None, settings)[0][:, 0]
 
 
-def check(head, x, scale, n_token=None, seeds=4):
+def check(head, x, usual, n_token=None, seeds=4):
     """Draw with many settings, alone and in batches. Returns the share of blocks that were read."""
     n_token = n_token or head.out_features
-    ours = ShadowHead(head, scale, n_token)
+    ours = ShadowHead(head, usual, n_token)
     whole = head(x)[:, :n_token]
     for temperature in TEMPERATURES:
         for seed in range(seeds):
@@ -66,7 +68,7 @@ def check(head, x, scale, n_token=None, seeds=4):
 @pytest.mark.parametrize("V, D, M", [(1037, 70, 1), (700, 131, 3), (1600, 96, 16)])
 def test_tokens_and_logits_are_those_of_the_whole_head(V, D, M, dtype):
     x = 3 * numbers(M, D, seed=V).to(dtype)
-    share = check(packed(numbers(V, D, seed=D)), x, x.float().abs().mean(0).sqrt(), n_token=V - 3)
+    share = check(packed(numbers(V, D, seed=D)), x, x.float().abs().mean(0) + 0.01, n_token=V - 3)
     assert 0 < share < 1
 
 
@@ -89,8 +91,8 @@ def test_hard_heads(name):
     x = numbers(3, 64, seed=9)
     x[1, 5] = 1e4
     x[2] = 0
-    for scale in (torch.ones(64), torch.logspace(-3, 3, 64)):
-        check(head, x.to(BF16), scale)
+    for usual in (torch.ones(64), torch.logspace(-3, 3, 64)):
+        check(head, x.to(BF16), usual)
 
 
 def test_hidden_states_that_are_not_finite_give_no_token():
@@ -108,13 +110,14 @@ def test_hidden_states_that_are_not_finite_give_no_token():
 
 def test_the_bound_holds_for_each_logit():
     """In float64, for hidden states along the error of a row, where Cauchy and Schwarz's inequality is an equality."""
-    matrix, scale = numbers(300, 96, seed=4), numbers(96, seed=5).abs() + 0.1
-    ours = ShadowHead(packed(matrix), scale, 300)
+    matrix, usual = numbers(300, 96, seed=4), numbers(96, seed=5).abs() + 0.1
+    ours = ShadowHead(packed(matrix), usual, 300)
     weights, near = (torch.cat(list(shadow.rows_of(layer))).double() for layer in (ours.head, ours.shadow))
+    inverse = ours.inverse_scales.double()
     for v in range(0, 300, 7):
-        x = (weights - near)[v] * scale.double() ** 2
+        x = (weights - near)[v] / inverse**2
         difference = ((weights - near) @ x).abs()
-        bound = ours.norms.double() * (x / scale.double()).norm()
+        bound = ours.norms.double() * (x * inverse).norm()
         assert (difference <= bound).all() and difference[v] > 0.99 * bound[v]
 
 
@@ -147,7 +150,7 @@ def test_an_engine_with_a_shadow_gives_the_same_tokens(tiny, monkeypatch, name):
             model.backend = model.backend.__class__(**vars(model.backend) | {"drawable_logits": made})
         requests = [Request(p, SamplingParams(**s), 30, logprobs=logprobs) for p, s in zip(prompts, settings)]
         generate(engine, requests)
-        if with_shadow and logprobs is None:
+        if with_shadow and logprobs is None and rows == 1:  # no other row needs all logits
             assert made.counts[1] > 0
         return [(request.new_tokens, request.token_logprobs) for request in requests]
 

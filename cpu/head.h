@@ -24,16 +24,16 @@ namespace fastpath {
 template <class T>
 constexpr float ROUNDING = std::is_same_v<T, float> ? 0x1p-22f : std::is_same_v<T, bf16> ? 0x1.01p-8f : 0x1.01p-11f;
 
-// One row of x, and what is known about its winner. A token that cannot reach any of the two bests is not needed.
+// One row of x, and what is known about its winner. A token that can reach neither `largest` nor `best` is not needed.
 struct HeadRow {
   float norm;         // of x / scale
   float temperature;  // 0: the token with the largest logit
   Noise noise;
   bool is_finite = false;  // of the shadow; otherwise all blocks are needed
   float largest = -INF;    // the largest known logit
-  float best = 0;        // with a temperature: the largest known weight / noise, where `reference` has the weight 1
-  float reference = 0;  // a logit that is about the largest
-  float offset = 0;  // of the bound on 2^32 u in exponential_race, for `best`
+  float reference = 0;     // the largest logit of the first block that was multiplied; its weight is 1
+  float best = 0;          // with a temperature: the largest known weight / noise
+  float offset = 0;        // of the bound on 2^32 u in exponential_race, for `best`
 
   Weights weights() const { return {reference, temperature}; }
 
@@ -154,7 +154,8 @@ struct HeadLogits {
     if (!(row.temperature > 0)) return false;
     // As in exponential_race.
     const f32x16 slope = floats(std::min(row.weights().inverse * (LOG2E * 0x1p23f), 3e38f));
-    const i32x16 most = to_ints(fma(bound - floats(row.reference), slope, floats(row.offset)));
+    const f32x16 certain = floats((127 + 33) * 0x1p23f);  // the bits of 2^33, which is above all random numbers
+    const i32x16 most = to_ints(min(fma(bound - floats(row.reference), slope, floats(row.offset)), certain));
     Lanes candidates = real & at_least(most, as_ints(floats(0.5f)));
     if (!candidates) return false;
     const i32x16 random = row.noise.bits(lane_indices() + ints(v));

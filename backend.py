@@ -60,6 +60,11 @@ class Backend:
     # Passes of any length give the same K/V and logits, bit for bit, with any number of threads. If
     # False, the K/V of a prompt may differ in the last bits when it is read in other chunks.
     chunk_invariant: bool = False
+    # make_shadow(model) returns drawable_logits, or None if it would not gain anything. The model has caches.
+    make_shadow: Callable = lambda model: None
+    # drawable_logits(x, temperature, seed, position): the logits (n,V) of hidden states x (n,D), in which a token
+    # that cannot be drawn with these settings (n,) has -inf. It may return None: take all logits.
+    drawable_logits: Callable | None = None
     # zeros(nbytes, device) returns a function like torch.zeros, for KV caches of nbytes bytes.
     zeros: Callable = lambda nbytes, device: partial(torch.zeros, device=device)
     # make_threads(fixed) returns what sets the number of threads of an engine's steps.

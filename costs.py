@@ -166,6 +166,13 @@ def available_memory(device) -> int:
         return free
 
 
+def shadow_bytes(model: Transformer) -> int:
+    """The bytes of a shadow of the output head (cpu/shadow.py), which a head of 8 bits has on CPUs."""
+    head = model.embedding if model.output is None else model.output
+    has_one = head.stored_as in ("q8_0", "int8") and model.config.vocab_size >= 16384
+    return head.out_features * head.in_features * 22 // 32 if has_one else 0
+
+
 def check_memory(weights: float, caches: float, device):
     """UserError, with the bytes needed and free, if weights and caches of these bytes do not fit on a device."""
     free = available_memory(device)

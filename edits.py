@@ -100,6 +100,16 @@ STANDS_FOR = {
         *STATES,
     ),
     "sample": ("sampling.sample_reference", "sampling.exponential_noise", "sampling.scramble", *SAMPLING),
+    "head_logits": (
+        "model.Transformer.head",
+        "model.Transformer.linear_head",
+        "sampling.sample",
+        "sampling.sample_reference",
+        "sampling.exponential_noise",
+        "sampling.scramble",
+        *PACKED,
+        *SAMPLING,
+    ),
     "probabilities": ("sampling.probabilities_reference", *SAMPLING),
 }
 IGNORED = ("annotation", "returns")
@@ -158,6 +168,8 @@ model.Block.add 2516a9dbc506 a0c8ed2d3606
 model.Block.forward b9bcef193506 4552b86e6cac
 model.KVCache.write 764453571dce a345fabb79d1
 model.MLP.forward a13152ae1272 46643114810e
+model.Transformer.head cb82a187cb3a 9af876eeb56f
+model.Transformer.linear_head fb45056d6c78 bba659d2ec66
 positions.rotate 2885a8bed7ef afcacfcbcf08
 sampling.adjusted 8c1c27f87efe 73c3d85a7ba1
 sampling.any_row 93b6720e5e3b 7ff724410389
@@ -166,6 +178,7 @@ sampling.filtered 02e81f7b518c 980acfe044fd
 sampling.float_to_sortable_int a48069e75793 596bd80214ea
 sampling.penalized d379b0336d49 a9098f91f701
 sampling.probabilities_reference afa1b76f9d1e 6367c3e1a380
+sampling.sample fb0e92165695 4b28e61e106c
 sampling.sample_reference b56f6f5a8e3c ea601e215dfa
 sampling.scramble 2c91da9f758c d9d435bd08c8
 sampling.top_mass 05618c7d2dcd 4eaa7065098f

@@ -102,14 +102,19 @@ def prefill(model: Transformer, tokens: Tensor, input_pos: Tensor, rows: Tensor)
     return model(tokens, input_pos, rows)
 
 
-def decode(model: Transformer, inputs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def decode(model: Transformer, inputs: Tensor, sampling: Sampling, all_logits: bool = True):
     """Read the newest token of every row, and sample the next one.
 
     inputs (3,B) int64: the newest token, its position (-1: padding), the cache row. Returns ids
-    (B,1), their log-probabilities (B,1) and the logits (B,1,V).
+    (B,1), their log-probabilities (B,1) and the logits (B,1,V). all_logits: otherwise some logits may be
+    -inf, with which log-probabilities are wrong.
     """
     token, position, rows = inputs.unbind(0)
-    logits = model(token[:, None], position[:, None], rows)
+    if all_logits:
+        logits = model(token[:, None], position[:, None], rows)
+    else:
+        x = model.hidden(token[:, None], position[:, None], rows)[:, 0]  # (B,D)
+        logits = model.drawable_logits(x, rows, position + 1, sampling)
     return draw(model, logits, rows, position + 1, sampling)
 
 
@@ -252,6 +257,17 @@ class Batch:
     timing: Timing  # of the steps before
 
     @property
+    def needs_all_logits(self) -> bool:
+        """Whether a row needs more than its next token, or a token that depends on all logits."""
+        if self.model.backend.drawable_logits is None or self.steps.fixed_shapes:
+            return True
+        requests = [row.request for row in self.rows]
+        return any(
+            request.logprobs is not None or request.grammar is not None or request.params.filters
+            for request in requests
+        )
+
+    @property
     def random(self) -> bool:
         """Whether any row samples at random instead of greedily."""
         return any(row.request.params.temperature > 0 for row in self.rows)
@@ -284,7 +300,9 @@ class PlainDecoding:
         """Decode the next tokens of the rows of a batch."""
         set_masks(batch.sampling, batch.rows)
         with batch.with_threads("decode"):
-            ids, logprobs, logits = batch.steps.decode(batch.model, batch.inputs, batch.sampling)
+            ids, logprobs, logits = batch.steps.decode(
+                batch.model, batch.inputs, batch.sampling, batch.needs_all_logits
+            )
         return StepResult(ids.tolist()[: len(batch.rows)], logprobs, logits)
 
     def rehearsal(self):

@@ -386,7 +386,7 @@ def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ran
     in_full = args.json or args.report
     result |= measurements(engine, bool(args.profile), in_full)  # all ranks: it has collectives
     if ranks.rank == 0:
-        print_report(result, engine.timing, args)
+        print_report(result, engine.timing, args, engine.model.backend.drawable_logits)
         if args.json:
             print(json.dumps(result))
 

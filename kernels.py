@@ -366,6 +366,7 @@ define(
 #     convolution (conv_weight); `blocks` runs several blocks.
 #   write_draft_keys writes the keys and values of the MTP layer (mixers/mtp.py).
 #   medusa draws the likeliest tokens of Medusa heads.
+#   head_logits computes the logits of tokens that may be drawn (cpu/shadow.py).
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
 define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
 define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int C, int groupsize, bool exact) -> int")
@@ -411,6 +412,12 @@ define(
 define(
     "medusa(Tensor states, Tensor tokens, Tensor ids, int embedding, int gate_up, int down, int output, "
     "int k) -> Tensor"
+)
+
+define(
+    "head_logits(Tensor x, int head, int shadow, Tensor norms, Tensor inverse_scales, Tensor temperature, Tensor seed, "
+    "Tensor position, Tensor(a!) counts) -> Tensor",
+    lambda x, head, shadow, norms, *rest: empty_with_columns(x, len(norms)),
 )
 
 # GPU:

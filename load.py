@@ -19,7 +19,7 @@ from checkpoint import Checkpoint, is_ours, open_directory, read_weights
 from cli import UserError, first_line, print_status
 from compile import compiled_steps
 from config import Config
-from costs import available_memory, check_memory, total_weight_bytes, unpacking_bytes
+from costs import available_memory, check_memory, shadow_bytes, total_weight_bytes, unpacking_bytes
 from edits import is_edited, recorded_fingerprints
 from engine import Engine, EngineOptions, SingleProcess
 from formats import Repacking, whole_layers
@@ -111,6 +111,9 @@ def load_engine(
     how = replace(how, chunk_tokens=chunk_tokens, fixed_threads=options.threads is not None)
     steps = compiled_steps(options.compile, options.compile_prefill)
     engine = Engine(model, rows, length, steps, decoding, how)
+    if not (options.all_logits or options.compile):
+        with torch.no_grad():
+            model.backend = replace(model.backend, drawable_logits=model.backend.make_shadow(model))
     watch(engine)
     config = model.config
     if config.is_longrope and how.ranks.rank == 0:
@@ -188,6 +191,8 @@ def plan_model(
 def check_fits(whole: Transformer, options: ModelOptions, device: torch.device, caches: int, portion: float = 1.0):
     """UserError if a model and its caches do not fit on a device. portion: the part of them that is there."""
     weights = total_weight_bytes(whole, options.dtype, options.dequantize)
+    if device.type == "cpu" and not (options.all_logits or options.dequantize):
+        weights += shadow_bytes(whole)
     check_memory(weights * portion, caches * portion, device)
 
 

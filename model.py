@@ -328,6 +328,15 @@ class Transformer(nn.Module):
         logits."""
         return soft_cap(self.linear_head(x), self.config.logits_softcap)
 
+    def drawable_logits(self, x: Tensor, rows: Tensor, position: Tensor, sampling) -> Tensor:
+        """Logits (n,V) of hidden states x (n,D), from which `sampling.sample` draws the same tokens for these
+        rows and positions (n,) as from all logits. Tokens that cannot be drawn may have -inf."""
+        logits = None
+        if self.backend.drawable_logits is not None:
+            settings = sampling.temperature[rows], sampling.seed[rows]
+            logits = self.backend.drawable_logits(x, *settings, position)
+        return self.head(x) if logits is None else logits
+
     def linear_head(self, x: Tensor) -> Tensor:
         """The logits (...,V) without their soft cap: a linear function of the hidden states."""
         logits = self.embedding.logits(x) if self.output is None else self.output(x)

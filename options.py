@@ -52,6 +52,7 @@ class ModelOptions:
     snapshot_mb: int | None = None
     kernels: str = "auto"
     exact_activations: bool = False
+    all_logits: bool = False
     threads: int | None = None
     compile: bool = False
     compile_prefill: bool = False
@@ -151,6 +152,11 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
     add("--dequantize", action="store_true", help="unpack quantized weights to --dtype, which takes more memory")
     kernels = "auto: the fastest of our kernels; avx2: those for CPUs without AVX-512; torch: PyTorch's own operations"
     add("--kernels", choices=KERNEL_CHOICES, default="auto", help=kernels)
+    add(
+        "--all_logits",
+        action="store_true",
+        help="read the whole output head in each step (CPU; the tokens are the same)",
+    )
     add("--exact_activations", action="store_true", help="do not quantize activations to 8 bits (CPU)")
     return add
 

@@ -223,10 +223,10 @@ def expert_numbers(model: Transformer, timing) -> dict:
     return numbers
 
 
-def print_report(result: dict, timing, args):
+def print_report(result: dict, timing, args, shadow=None):
     """Print the measurements of a run on stderr: one line of them, or all.
 
-    args: the arguments of generate.py.
+    args: the arguments of generate.py. shadow: Backend.drawable_logits.
     """
     is_cut = any(sample["finish_reason"] == "length" for sample in result["samples"])
     if args.chat and not args.json and is_cut:
@@ -234,6 +234,12 @@ def print_report(result: dict, timing, args):
     if args.report:
         settings = [f"{name} {value:g}" for name, value in args.params.recommended().items()]
         print_status(f"\n{full_report(result, timing)}\nsampling: {', '.join(settings)}")
+        if shadow is not None and shadow.share_read is not None:
+            size = shadow.nbytes / 1e6
+            print_status(
+                f"output head: {shadow.share_read:.1%} of it were read, beside its shadow of {size:.1f} MB, in steps "
+                "of one row that need no other logits"
+            )
     else:
         print_status(short_report(result, timing, args.model.speculates), dim=True)
 

@@ -70,6 +70,12 @@ class SamplingParams:
         return {name: getattr(self, name) for name in RECOMMENDED}
 
     @property
+    def filters(self) -> bool:
+        """Whether more than the temperature decides which token is drawn."""
+        others = self.top_k, self.top_p, self.min_p, self.logit_bias
+        return self.penalizes or others != (0, 1, 0, ())
+
+    @property
     def penalizes(self) -> bool:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 

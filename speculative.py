@@ -67,13 +67,20 @@ class ProposalTensors(NamedTuple):
     p_draft: Tensor | None = None
 
 
-def verify(model, inputs: Tensor, proposal: ProposalTensors, sampling: Sampling, padded: bool = True):
+def verify(
+    model,
+    inputs: Tensor,
+    proposal: ProposalTensors,
+    sampling: Sampling,
+    padded: bool = True,
+    all_logits: bool = True,
+):
     """Run the target model over the last token and the drafted tokens of each row, and decide which
     drafted tokens to accept.
 
     inputs (3,B) int64: as in engine.decode. With k = 0 drafted tokens this is a plain decode step.
     If `padded`, the model runs over all (B,k+1) tokens, as fixed shapes require. Otherwise it runs
-    over the real tokens only, and the draft must be deterministic.
+    over the real tokens only, and the draft must be deterministic; then all_logits as in engine.decode.
 
     Returns
       tokens (B,k+1): the first `count` of each row are its new tokens, the accepted tokens and one
@@ -90,7 +97,7 @@ def verify(model, inputs: Tensor, proposal: ProposalTensors, sampling: Sampling,
     input_pos = torch.where(is_real, position[:, None] + offsets, -1)
     all_tokens = torch.cat([token[:, None], drafted], 1)
     if not padded:
-        return verify_without_padding(model, all_tokens, input_pos, is_real, rows, sampling)
+        return verify_without_padding(model, all_tokens, input_pos, is_real, rows, sampling, all_logits)
 
     x = model.hidden(all_tokens, input_pos, rows)
     logits = model.head(x)[..., : model.config.n_token]  # (B,k+1,V)
@@ -110,7 +117,7 @@ def verify(model, inputs: Tensor, proposal: ProposalTensors, sampling: Sampling,
 
 
 def verify_without_padding(
-    model, all_tokens: Tensor, input_pos: Tensor, is_real: Tensor, rows: Tensor, sampling: Sampling
+    model, all_tokens: Tensor, input_pos: Tensor, is_real: Tensor, rows: Tensor, sampling: Sampling, all_logits: bool
 ):
     """`verify` for proposals of different lengths: each of the n real tokens is a batch row (n,1).
 
@@ -125,7 +132,11 @@ def verify_without_padding(
     position = input_pos[is_real]
     cache_rows = rows[row]
     x = model.hidden(all_tokens[is_real][:, None], position[:, None], cache_rows)  # (n,1,D)
-    logits = model.head(x)[..., : model.config.n_token]  # (n,1,V)
+    if all_logits:
+        logits = model.head(x)
+    else:
+        logits = model.drawable_logits(x[:, 0], cache_rows, position + 1, sampling)[:, None]
+    logits = logits[..., : model.config.n_token]  # (n,1,V)
 
     is_before = torch.arange(1, all_tokens.shape[1], device=row.device) <= offset[:, None]  # (n,k)
     before = torch.where(is_before, all_tokens[row, 1:], -1)  # the tokens drafted before each one
@@ -495,7 +506,7 @@ class Speculation(PlainDecoding):
         tensors = ProposalTensors(table, lengths, p_draft)
         padded = needs_padding(batch, proposal)
         with batch.with_threads(f"verify {k + 1}"):
-            return self.verify(batch.model, batch.inputs, tensors, batch.sampling, padded)
+            return self.verify(batch.model, batch.inputs, tensors, batch.sampling, padded, batch.needs_all_logits)
 
     # ------------------------------------------------------------ compiling
 

@@ -39,6 +39,7 @@ from cpu.layers import (
     prepare,
 )
 from cpu.memory import HugePages, keep_freed_memory, release_freed_memory
+from cpu.shadow import make_shadow
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear
 from kernels import KERNELS, MAX_DECODE_TOKENS
@@ -149,6 +150,8 @@ class CpuInstaller(Installer):
         backend = replace(backend, name=LOADED[0].name)
         if not isinstance(model, Transformer):
             return backend
+        if "head_logits" in KERNELS["cpu"] and not self.exact_activations and model.shard.ranks == 1:
+            backend = replace(backend, make_shadow=make_shadow)
 
         for block in model.all_blocks:
             for layer in block.mlp.sparse if KERNELS["cpu"] >= FUSED_OPERATIONS else ():

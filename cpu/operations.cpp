@@ -33,6 +33,7 @@
 #include "checks.h"
 #include "delta.h"
 #include "experts.h"
+#include "head.h"
 #include "medusa.h"
 #include "mtp.h"
 #include "sampling.h"
@@ -783,6 +784,7 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "prepare_block", &prepare_block);
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);
+  add(cpu, "head_logits", &head_logits);
   add(cpu, "write_draft_keys", &write_draft_keys);
   add(any, "packed_bytes", &packed_bytes);
   add(any, "stack_layers", &stack_layers);

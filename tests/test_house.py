@@ -13,7 +13,7 @@ import cli
 # Each file may import only files above it. Only main() may import what its own command needs.
 ORDER = """
     cli edits config backend kernels positions layers mixers.recurrent mixers.experts mixers.mtp model sampling formats
-    cpu.memory cpu.threads cpu.build cpu.layers cpu.install kernels_triton
+    cpu.memory cpu.threads cpu.build cpu.layers cpu.shadow cpu.install kernels_triton
     text.tokenizer text.chat_template text.grammar checkpoint tp costs
     sources.fields sources.families sources.hf_directory sources.gguf_header sources.gguf_tokenizer
     sources.gguf_file sources.hub sources.wheels sources.names

@@ -1,0 +1,238 @@
+// The logits of the tokens that may be drawn next, from fewer bytes than the output head has.
+//
+// Beside the head (V,D) there is a shadow, the same matrix in fewer bits. All logits of the shadow are computed. By the
+// inequality of Cauchy and Schwarz, the true logit of a token differs from its shadow's by at most
+//
+//   |sum_d error[v,d] x[d]| <= norm(error[v] * scale) norm(x / scale)
+//
+// for any scales > 0, so one number for each token and one for x bound it. Only blocks of 16 tokens in which a token's
+// logit plus this bound reaches the best known token are multiplied with the head itself, by the product that the
+// whole head has. So the token that is drawn, and its logit, have the same bits as with all logits. Tokens that cannot
+// be drawn get -infinity, and `sample` draws from the result as from all logits.
+//
+// A token is drawn with a temperature if its weight / noise is the largest: see exponential_race in sampling.h. There,
+// too, a bound on the weight shows which tokens cannot win.
+
+#pragma once
+
+#include "checks.h"
+#include "sampling.h"
+
+namespace fastpath {
+
+// How much a logit may grow when it is rounded to T, relative to its size.
+template <class T>
+constexpr float ROUNDING = std::is_same_v<T, float> ? 0x1p-22f : std::is_same_v<T, bf16> ? 0x1.01p-8f : 0x1.01p-11f;
+
+// One row of x, and what is known about its winner. A token that cannot reach any of the two bests is not needed.
+struct HeadRow {
+  float norm;         // of x / scale
+  float temperature;  // 0: the token with the largest logit
+  Noise noise;
+  bool is_finite = false;  // of the shadow; otherwise all blocks are needed
+  float largest = -INF;    // the largest known logit
+  float best = 0;        // with a temperature: the largest known weight / noise, where `reference` has the weight 1
+  float reference = 0;  // a logit that is about the largest
+  float offset = 0;  // of the bound on 2^32 u in exponential_race, for `best`
+
+  Weights weights() const { return {reference, temperature}; }
+
+  // Takes the logit of a token into account.
+  void learn(int64_t v, float logit) {
+    largest = std::max(largest, logit);
+    if (!(temperature > 0)) return;
+    uint32_t bits[LANES];
+    store(bits, noise.bits(ints(v)));
+    const float ratio = std::exp((logit - reference) * weights().inverse) / Noise::exponential(bits[0]);
+    if (!(ratio > best) || !(ratio < std::numeric_limits<float>::max())) return;
+    best = ratio;
+    offset = (127 + 32 + 2e-3f - std::log2(best)) * 0x1p23f;  // 1e-3 more, for the rounding of weights and noise
+  }
+};
+
+template <class T>
+struct HeadLogits {
+  const Linear& head;    // (N,D)
+  const Linear& shadow;  // (N,D)
+  const float* norms;    // (V,) of the rows of errors times scales
+  int64_t M, V, D;       // V <= N: the tokens that may be drawn are the first V
+  int64_t N;
+  T* out;  // (M,N)
+
+  // Temporary arrays, from allocate():
+  Input to_head;
+  Input to_shadow;
+  float* near;       // (M,N), the logits of the shadow
+  float* maxima;     // (M,blocks), the largest of them in each block; NaN if one is NaN
+  HeadRow* rows;     // (M,)
+  int64_t* counted;  // (1,), blocks that were multiplied with the head
+
+  int64_t blocks() const { return (V + LANES - 1) / LANES; }
+
+  void allocate(Arena& arena, const Layer& whole_head, const Layer& whole_shadow, const void* x) {
+    to_head = allocate_input(arena, whole_head, x, M);
+    to_shadow = allocate_input(arena, whole_shadow, x, M);
+    near = arena.allocate<float>(M * N);
+    maxima = arena.allocate<float>(M * blocks());
+    rows = arena.allocate<HeadRow>(M);
+    counted = arena.allocate<int64_t>(1);
+  }
+
+  // norm(x / scale) of row m, rounded up.
+  float scaled_norm(int64_t m, const float* inverse_scales) const {
+    double sum = 0;
+    for (int64_t b = 0; b < to_shadow.Cb; b++) {
+      const int64_t at = to_shadow.at(m, b);
+      for (int64_t c = b * GROUP; c < std::min(D, (b + 1) * GROUP); c++) {
+        const double x = double(to_shadow.q[at * GROUP + c - b * GROUP]) * to_shadow.scale[at] * inverse_scales[c];
+        sum += x * x;
+      }
+    }
+    return float(std::sqrt(sum) * (1 + 1e-6));
+  }
+
+  // Multiplies a block with the head, for all rows, and takes its logits into account.
+  void multiply(int64_t block, HeadRow* known) const {
+    multiply_units<T>(head, to_head, M, block, block + 1, nullptr, out);
+    for (int64_t m = 0; m < M; m++)
+      if (known[m].is_finite) learn_block(known[m], m, block);
+  }
+
+  void learn_block(HeadRow& row, int64_t m, int64_t block) const {
+    for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++) row.learn(v, out[m * N + v]);
+  }
+
+  // Writes the maxima of blocks begin..end of the shadow's logits.
+  void find_maxima(int64_t begin, int64_t end) const {
+    for (int64_t m = 0; m < M; m++) {
+      for (int64_t block = begin; block < end; block++) {
+        const int64_t v = block * LANES;
+        const f32x16 x = load_or_minus_infinity(near + m * N + v, V - v);
+        maxima[m * blocks() + block] = equal_lanes(x, x) == first_lanes(LANES) ? max_of_lanes(x) : NAN;
+      }
+    }
+  }
+
+  // Multiplies the block of the token that would be drawn from the shadow's logits of row m.
+  void guess(int64_t m) const {
+    HeadRow& row = rows[m];
+    const float* all = maxima + m * blocks();
+    int64_t first = 0;
+    bool has_nan = false;
+    for (int64_t block = 0; block < blocks(); block++) {
+      has_nan |= std::isnan(all[block]);
+      if (all[block] > all[first]) first = block;
+    }
+    row.is_finite = !has_nan && std::isfinite(all[first]);
+    if (!row.is_finite) return;
+    const float* x = near + m * N;
+    int64_t likeliest = first * LANES;
+    while (x[likeliest] != all[first]) likeliest++;
+    const int64_t block = likeliest / LANES;
+    multiply_units<T>(head, to_head, M, block, block + 1, nullptr, out);
+    row.reference = -INF;
+    for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++)
+      row.reference = std::max<float>(row.reference, out[m * N + v]);
+    row.is_finite = std::isfinite(row.reference);
+    if (!row.is_finite) return;
+    learn_block(row, m, block);
+    if (!(row.temperature > 0)) return;
+    const int64_t winner = exponential_race(Tokens<float>{x, nullptr, V}, row.weights(), 0, row.noise, likeliest);
+    if (winner / LANES != block) multiply(winner / LANES, rows);
+  }
+
+  // Whether row m needs a token of a block.
+  bool needs(const HeadRow& row, int64_t m, int64_t block) const {
+    if (!row.is_finite) return true;
+    const int64_t v = block * LANES;
+    const f32x16 x = fma(load(norms + v, V - v), floats(row.norm), load(near + m * N + v, V - v));
+    const f32x16 bound = fma(max(x, floats(0.0f) - x), floats(ROUNDING<T>), x);  // also after rounding to T
+    const Lanes real = first_lanes(V - v);
+    // The comparisons are such that NaN is needed.
+    const f32x16 largest = floats(row.largest);
+    if (real & (~above(largest, bound))) return true;
+    if (!(row.temperature > 0)) return false;
+    // As in exponential_race.
+    const f32x16 slope = floats(std::min(row.weights().inverse * (LOG2E * 0x1p23f), 3e38f));
+    const i32x16 most = to_ints(fma(bound - floats(row.reference), slope, floats(row.offset)));
+    Lanes candidates = real & at_least(most, as_ints(floats(0.5f)));
+    if (!candidates) return false;
+    const i32x16 random = row.noise.bits(lane_indices() + ints(v));
+    return candidates & at_least(as_floats(most), unsigned_to_floats(random));
+  }
+
+  void run(const Team& team, const Layer& whole_head, const Layer& whole_shadow, const float* inverse_scales) const {
+    prepare_input_rows<T>(team, whole_head, to_head, M);
+    prepare_input_rows<T>(team, whole_shadow, to_shadow, M);
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) rows[m].norm = scaled_norm(m, inverse_scales);
+    });
+    team.split(M * N, LANES, [&](int64_t i, int64_t end) { std::fill(out + i, out + end, T(-INF)); });
+    team.split(units(shadow), grain(shadow), [&](int64_t begin, int64_t end) {
+      multiply_units<float>(shadow, to_shadow, M, begin, end, nullptr, near);
+      find_maxima(begin, std::min(end, blocks()));
+    });
+    team.barrier();
+    if (team.thread == 0)
+      for (int64_t m = 0; m < M; m++) guess(m);
+    team.barrier();
+    team.split(blocks(), 1, [&](int64_t block, int64_t end) {
+      std::vector<HeadRow> known(rows, rows + M);
+      int64_t count = 0;
+      for (; block < end; block++) {
+        bool is_needed = false;
+        for (int64_t m = 0; m < M && !is_needed; m++) is_needed = needs(known[m], m, block);
+        if (!is_needed) continue;
+        multiply(block, known.data());
+        count++;
+      }
+      __atomic_add_fetch(counted, count, __ATOMIC_RELAXED);
+    });
+    team.barrier();
+  }
+};
+
+// The logits (M,N) of x (M,D) that may be drawn, and -infinity for all others. head, shadow: handles of layers (N,D).
+// norms (V,) and inverse_scales (D,): see above. temperature, seed and position (M,): of the tokens that are drawn.
+// counts (2,): the blocks that were multiplied with the head, and all blocks, are added to it.
+Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& norms, const Tensor& inverse_scales,
+                   const Tensor& temperature, const Tensor& seed, const Tensor& position, const Tensor& counts) {
+  TORCH_CHECK(x.dim() == 2, "x (M,D) was expected, not ", x.sizes());
+  const int64_t M = x.size(0), D = x.size(1);
+  const auto prepared_head = prepared_layers.get(head);
+  const auto prepared_shadow = prepared_layers.get(shadow);
+  const Layer whole_head = prepared_head->checked(x.scalar_type(), -1, D);
+  const int64_t N = whole_head.N, V = norms.size(0);
+  const Layer whole_shadow = prepared_shadow->checked(x.scalar_type(), N, D);
+  TORCH_CHECK(0 < V && V <= N, V, " norms for ", N, " tokens");
+  TORCH_CHECK(whole_head.pieces.size() == 1 && whole_head.pieces[0].quantizes_activations() && !whole_head.pieces[0].bias,
+              "a quantized head without bias, and activations that are quantized");
+  TORCH_CHECK(whole_shadow.pieces.size() == 1 && whole_shadow.pieces[0].quantizes_activations(), "a quantized shadow");
+  const Tensor xs = x.contiguous();
+  const Tensor out = at::empty({M, N}, x.options());
+  const float* scales = checked(inverse_scales, "inverse_scales", at::kFloat, {D}).const_data_ptr<float>();
+  const float* temperatures = checked(temperature, "temperature", at::kFloat, {M}).const_data_ptr<float>();
+  const int64_t* seeds = checked(seed, "seed", at::kLong, {M}).const_data_ptr<int64_t>();
+  const int64_t* positions = checked(position, "position", at::kLong, {M}).const_data_ptr<int64_t>();
+  int64_t* total = checked(counts, "counts", at::kLong, {2}).data_ptr<int64_t>();
+  dispatch_dtype(x, [&](auto type) {
+    using T = decltype(type);
+    HeadLogits<T> call{.head = whole_head.pieces[0], .shadow = whole_shadow.pieces[0], .M = M, .V = V, .D = D, .N = N};
+    call.norms = checked(norms, "norms", at::kFloat, {V}).template const_data_ptr<float>();
+    call.out = out.data_ptr<T>();
+    const auto [arrays, memory] = allocate_together([&](Arena& arena) {
+      HeadLogits<T> one = call;
+      one.allocate(arena, whole_head, whole_shadow, xs.const_data_ptr<T>());
+      return one;
+    });
+    for (int64_t m = 0; m < M; m++)
+      new (arrays.rows + m) HeadRow{.temperature = temperatures[m], .noise = Noise(seeds[m], positions[m])};
+    *arrays.counted = 0;
+    parallel(false, [&, &arrays = arrays](const Team& team) { arrays.run(team, whole_head, whole_shadow, scales); });
+    total[0] += *arrays.counted;
+    total[1] += arrays.blocks();
+  });
+  return out;
+}
+
+}  // namespace fastpath

@@ -1,0 +1,124 @@
+"""A shadow of the output head: a copy in fewer bits, which shows which logits of the head are needed.
+
+A step needs a token, and not V logits. cpu/head.h describes the bound that leaves most of them out, and
+computes it; `error_norms` makes the numbers of the bound. A token that is drawn with the shadow is the
+token that is drawn with all logits, to the bit.
+
+The source of the bound is the inequality of Cauchy and Schwarz, with a scale for each column: the hidden
+states of most models are large in a few columns, for which a good scale is large.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cpu.layers import PackedLinear
+from formats import QuantizedLinear, Scheme
+from model import Transformer
+
+HEAD_FORMATS = ("q8_0", "int8")  # heads of 8 bits gain; in fewer bits, multiplying takes as long as reading
+SHADOW = Scheme("q5_0", 32)
+MIN_TOKENS = 16384  # with fewer logits, choosing among them costs more than it saves
+MAX_ROWS = 1  # with more hidden states, the products take longer than reading the weights
+ROWS = 8192  # rows of the head that are unpacked at a time
+CALIBRATION_TOKENS = 128
+ROUNDING = 2.0**-24  # the largest relative error of a float32 operation
+
+
+class ShadowHead:
+    """The output head and its shadow, for Backend.drawable_logits.
+
+    counts (2,): how many blocks of 16 tokens the passes so far have read of the head, and how many it has
+    together.
+    """
+
+    def __init__(self, head: PackedLinear, usual: Tensor, n_token: int):
+        """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
+        the head."""
+        self.head = head
+        self.shadow = PackedLinear(quantize_shadow(head), exact=False)
+        error = next(rows_of(head)) - next(rows_of(self.shadow))
+        # The product of the two norms of the bound is smallest if scale^2 is x / error.
+        scale = (usual / error.square().mean(0).sqrt().clamp(min=1e-9)).sqrt()
+        scale = scale / scale.mean()
+        self.norms = torch.cat(list(error_norms(head, self.shadow, scale)))[:n_token].clone()
+        self.inverse_scales = 1 / scale
+        self.counts = torch.zeros(2, dtype=torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shadow.weight.nbytes + self.norms.nbytes
+
+    @property
+    def share_read(self) -> float | None:
+        """The share of the head's blocks that the passes so far have read; None before the first."""
+        read, all_blocks = self.counts.tolist()
+        return read / all_blocks if all_blocks else None
+
+    def __call__(self, x: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor | None:
+        """The logits (n,V) of hidden states x (n,D); -inf for tokens that cannot be drawn with these
+        settings (n,). None if there are too many rows to gain anything."""
+        if len(x) > MAX_ROWS:
+            return None
+        return torch.ops.fastpath.head_logits(
+            x, self.head.prepared.handle, self.shadow.prepared.handle, self.norms, self.inverse_scales,
+            temperature, seed, position, self.counts,
+        )  # fmt: skip
+
+
+def make_shadow(model: Transformer) -> ShadowHead | None:
+    """The shadow of a model's head, or None if it would not gain anything. The model has caches, and a
+    pass over random tokens in their first row shows the usual sizes of its hidden states."""
+    config = model.config
+    head = model.embedding if model.output is None else model.output
+    n_token = config.n_token or config.vocab_size
+    if not isinstance(head, PackedLinear) or head.stored_as not in HEAD_FORMATS or head.bias is not None:
+        return None
+    if n_token < MIN_TOKENS or config.logits_scale != 1.0 or config.logits_softcap is not None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(n_token, (1, min(CALIBRATION_TOKENS, model.cache_size[1] - 1)), generator=generator)
+    x = model.hidden(tokens, torch.arange(tokens.shape[1])[None])[0]  # (S,D)
+    usual = x.float().square().mean(0).sqrt().nan_to_num().clamp(1e-6, 1e6)
+    return ShadowHead(head, usual, n_token)
+
+
+def rows_of(layer: PackedLinear) -> Iterator[Tensor]:
+    """The weights (ROWS,D) float32 of a packed matrix, some rows at a time."""
+    for ids in torch.arange(layer.out_features).split(ROWS):
+        yield torch.ops.fastpath.embed_packed(ids, layer.prepared.handle, layer.in_features)
+
+
+def quantize_shadow(head: PackedLinear) -> QuantizedLinear:
+    blocks = [quantize_q5_0(weights) for weights in rows_of(head)]
+    with torch.device("meta"):
+        layer = QuantizedLinear(head.in_features, head.out_features, False, SHADOW)
+    layer.load_state_dict({"blocks": torch.cat(blocks)}, assign=True)
+    return layer
+
+
+def quantize_q5_0(w: Tensor) -> Tensor:
+    """w (N,C) float32 in blocks of q5_0 (N,C/32*22) uint8: a scale in float16, the highest bits of 32
+    levels, their lower four bits."""
+    N, C = w.shape
+    w = nn.functional.pad(w, (0, -C % 32)).view(N, -1, 32)
+    scale = (w.abs().amax(-1, keepdim=True) / 15.5).half()
+    levels = (w / scale.float().clamp(min=1e-30)).round_().clamp_(-16, 15).add_(16).byte()
+    bits = (levels >> 4).view(N, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
+    low = levels[..., :16] & 15 | levels[..., 16:] << 4
+    return torch.cat([scale.view(torch.uint8), bits.sum(-1, dtype=torch.uint8), low], -1).flatten(1)
+
+
+def error_norms(head: PackedLinear, shadow: PackedLinear, scale: Tensor) -> Iterator[Tensor]:
+    """For each row v (ROWS,): a bound of |logit - shadow's logit| for hidden states with norm(x / scale) = 1.
+
+    It is the norm of (head - shadow) * scale, and what float32 may add: both products sum up groups of 32
+    columns, each of which is rounded three times at most, and the sum once for each group.
+    """
+    groups = -(-head.in_features // 32)
+    relative = (groups + 4) * ROUNDING
+    for weights, approximate in zip(rows_of(head), rows_of(shadow)):
+        error = ((weights - approximate) * scale).norm(dim=1)
+        size = 2 * (weights * scale).norm(dim=1) + error  # at least the norms of both
+        yield (error + 2 * relative * size) * (1 + 1e-5)

@@ -1,0 +1,176 @@
+"""The shadow of the output head: the tokens drawn from a part of the logits are those drawn from all of them."""
+
+import pytest
+import torch
+from cases import numbers
+from conftest import random_prompts
+
+from cpu import shadow
+from cpu.build import load_kernels
+from cpu.layers import PackedLinear
+from cpu.shadow import ShadowHead, make_shadow
+from drafts.retrieval import RetrievalDraft
+from engine import Engine, Request, generate
+from formats import FORMATS, Quantization, QuantizedLinear, Scheme, pack, quantize_model
+from kernels import has_kernel
+from load import install_kernels, load_model
+from sampling import Sampling, SamplingParams, sample
+from speculative import Speculation
+
+CPU = torch.device("cpu")
+BF16, F16 = torch.bfloat16, torch.float16
+TEMPERATURES = (0.0, 1e-3, 0.3, 0.8, 1.0, 2.0, 1e-30, 1e30)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setattr(shadow, "MAX_ROWS", 16)
+    if not load_kernels("auto") or not has_kernel("head_logits", CPU):
+        pytest.skip("no kernels for this machine")
+
+
+def packed(matrix, groupsize=32):
+    with torch.device("meta"):
+        layer = QuantizedLinear(matrix.shape[1], len(matrix), False, Scheme("int8", groupsize))
+    layer.load_state_dict(pack(matrix, "int8", groupsize), assign=True)
+    return PackedLinear(layer, exact=False)
+
+
+def draw(logits, params, position):
+    settings = Sampling.make(len(logits), logits.shape[1], CPU)
+    for row, one in enumerate(params):
+        settings.set_row(row, one, [])
+    return sample(logits[:, None], torch.arange(len(logits)), position, None, settings)[0][:, 0]
+
+
+def check(head, x, usual, n_token=None, seeds=4):
+    """Draw with many settings, alone and in batches. Returns the share of blocks that were read."""
+    n_token = n_token or head.out_features
+    ours = ShadowHead(head, usual, n_token)
+    whole = head(x)[:, :n_token]
+    for temperature in TEMPERATURES:
+        for seed in range(seeds):
+            params = [SamplingParams(temperature=temperature, seed=1000 * seed + row) for row in range(len(x))]
+            position = torch.arange(5, 5 + len(x)) + seed
+            expected = draw(whole, params, position)
+            settings = [torch.tensor([float(temperature)] * len(x)), torch.tensor([one.seed for one in params])]
+            together = ours(x, *settings, position)[:, :n_token]
+            assert torch.equal(draw(together, params, position), expected)
+            known = together > -float("inf")
+            assert torch.equal(together[known], whole[known])
+            row = seed % len(x)
+            alone = ours(x[row : row + 1], *[one[row : row + 1] for one in settings], position[row : row + 1])
+            assert draw(alone[:, :n_token], params[row : row + 1], position[row : row + 1]) == expected[row]
+    return ours.share_read
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("V, D, M", [(1037, 70, 1), (700, 131, 3), (1600, 96, 16)])
+def test_tokens_and_logits_are_those_of_the_whole_head(V, D, M, dtype):
+    x = 3 * numbers(M, D, seed=V).to(dtype)
+    share = check(packed(numbers(V, D, seed=D)), x, x.float().abs().mean(0) + 0.01, n_token=V - 3)
+    assert 0 < share < 1
+
+
+def hard_heads():
+    V, D = 512, 64
+    equal = numbers(1, D).expand(V, D).clone()
+    last_bits = equal.clone()
+    last_bits[:, 0] += torch.arange(V) % 7 * 1e-3
+    outliers = numbers(V, D, seed=1)
+    outliers[77] *= 300
+    outliers[:, 5] *= 50
+    pairs = numbers(V, D, seed=2)
+    pairs[V // 2 :] = pairs[: V // 2]
+    return {"equal": equal, "last bits": last_bits, "zeros": torch.zeros(V, D), "outliers": outliers, "pairs": pairs}
+
+
+@pytest.mark.parametrize("name", hard_heads())
+def test_hard_heads(name):
+    head = packed(hard_heads()[name])
+    x = numbers(3, 64, seed=9)
+    x[1, 5] = 1e4
+    x[2] = 0
+    for usual in (torch.ones(64), torch.logspace(-3, 3, 64)):
+        check(head, x.to(BF16), usual)
+
+
+def test_hidden_states_that_are_not_finite_give_no_token():
+    head = packed(numbers(512, 64))
+    x = numbers(3, 64, seed=9).to(BF16)
+    x[0, 3] = torch.nan
+    x[1, 60] = torch.inf
+    ours = ShadowHead(head, torch.ones(64), 512)
+    params = [SamplingParams(temperature=0.5, seed=row) for row in range(3)]
+    position = torch.arange(4, 7)
+    few = ours(x, torch.full((3,), 0.5), torch.arange(3), position)
+    expected = draw(head(x), params, position)
+    assert torch.equal(draw(few, params, position), expected) and expected.tolist()[:2] == [-1, -1]
+
+
+def test_the_bound_holds_for_each_logit():
+    """In float64, for hidden states along the error of a row, where Cauchy and Schwarz's inequality is an equality."""
+    matrix, usual = numbers(300, 96, seed=4), numbers(96, seed=5).abs() + 0.1
+    ours = ShadowHead(packed(matrix), usual, 300)
+    weights, near = (torch.cat(list(shadow.rows_of(layer))).double() for layer in (ours.head, ours.shadow))
+    inverse = ours.inverse_scales.double()
+    for v in range(0, 300, 7):
+        x = (weights - near)[v] / inverse**2
+        difference = ((weights - near) @ x).abs()
+        bound = ours.norms.double() * (x * inverse).norm()
+        assert (difference <= bound).all() and difference[v] > 0.99 * bound[v]
+
+
+def test_the_shadow_is_near_the_head():
+    matrix = numbers(40, 77)
+    (part,) = FORMATS["q5_0"].parts
+    blocks = shadow.quantize_q5_0(matrix)
+    assert blocks.shape == (40, 3 * 22) and part.name == "blocks"
+    layer = packed(matrix)
+    ours = ShadowHead(layer, torch.ones(77), 40)
+    largest = matrix.abs().max()
+    assert (torch.cat(list(shadow.rows_of(ours.shadow))) - matrix).abs().max() < largest / 15
+
+
+@pytest.mark.parametrize("name", ["qwen2-gqa", "gemma3-untied", "lfm2-tied"])
+def test_an_engine_with_a_shadow_gives_the_same_tokens(tiny, monkeypatch, name):
+    """Greedy and random requests, alone and together, some with settings that need all logits, with lookup."""
+    monkeypatch.setattr(shadow, "MIN_TOKENS", 1)
+    settings = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.0, "top_k": 9, "seed": 2}]
+    settings += [{"temperature": 1.5, "seed": 1}, {"temperature": 0.0, "repetition_penalty": 1.3}]
+    prompts = random_prompts((3, 17, 30, 9, 21), seed=8)
+
+    def run(rows, with_shadow, speculates, logprobs=None):
+        model = load_model(tiny(name)[2], dtype=BF16, kernels="torch")
+        model = install_kernels(quantize_model(model, Quantization("int8", 0, "int8")))
+        decoding = Speculation([RetrievalDraft()], 4, automatic=False) if speculates else None
+        engine = Engine(model, rows, 120, None, decoding)
+        if with_shadow:
+            made = make_shadow(model)
+            model.backend = model.backend.__class__(**vars(model.backend) | {"drawable_logits": made})
+        requests = [Request(p, SamplingParams(**s), 30, logprobs=logprobs) for p, s in zip(prompts, settings)]
+        generate(engine, requests)
+        if with_shadow and logprobs is None and rows == 1:  # no other row needs all logits
+            assert made.counts[1] > 0
+        return [(request.new_tokens, request.token_logprobs) for request in requests]
+
+    for rows, speculates in ((1, False), (4, False), (3, True)):
+        assert run(rows, True, speculates) == run(rows, False, speculates)
+    assert run(2, True, False, logprobs=3) == run(2, False, False, logprobs=3)
+
+
+def test_models_without_a_shadow(tiny, monkeypatch):
+    """Heads that are not in 8 bits, and logits that are scaled or capped."""
+    monkeypatch.setattr(shadow, "MIN_TOKENS", 1)
+
+    def shadow_of(name, head):
+        model = load_model(tiny(name)[2], dtype=BF16, kernels="torch")
+        model = install_kernels(quantize_model(model, Quantization("int8", 0, head)))
+        model.setup_caches(1, 50)
+        return make_shadow(model)
+
+    assert shadow_of("qwen2-gqa", "int8") is not None
+    assert shadow_of("qwen2-gqa", "int4") is None
+    assert shadow_of("nanochat-gqa", "int8") is None
+    monkeypatch.setattr(shadow, "MIN_TOKENS", 16384)
+    assert shadow_of("qwen2-gqa", "int8") is None

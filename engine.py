@@ -750,7 +750,7 @@ class Engine:
         that are not finite."""
         if token < 0:
             row.tokens = []  # the cache may hold NaN
-            return self._finish(request, "error", row, "the model's results are not finite")
+            return self._finish(request, "error", row, "the model's logits are not finite")
 
         request.new_tokens.append(token)
         room = self.length + 1 - len(request.prompt)  # the last token is not read: no position

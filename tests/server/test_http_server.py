@@ -449,7 +449,7 @@ def test_a_request_that_fails_alone(checkpoints, tmp_path, oracle):
             assert beside.result() == oracle.text(other, 400)
         assert server.metric("rows_active") == 0
     lines = (tmp_path / "log").read_text()
-    assert f"a request failed: the model's results are not finite ({ids[0]})\n" in lines and "Traceback" not in lines
+    assert f"a request failed: the model's logits are not finite ({ids[0]})\n" in lines and "Traceback" not in lines
 
 
 class Panic(BaseException):

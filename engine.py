@@ -259,7 +259,7 @@ class Batch:
     @property
     def needs_all_logits(self) -> bool:
         """Whether a row needs more than its next token, or a token that depends on all logits."""
-        if self.model.backend.drawable_logits is None or self.steps.fixed_shapes:
+        if self.model.backend.drawable_logits is None or self.steps.decode is not decode:
             return True
         requests = [row.request for row in self.rows]
         return any(
@@ -300,9 +300,10 @@ class PlainDecoding:
         """Decode the next tokens of the rows of a batch."""
         set_masks(batch.sampling, batch.rows)
         with batch.with_threads("decode"):
-            ids, logprobs, logits = batch.steps.decode(
-                batch.model, batch.inputs, batch.sampling, batch.needs_all_logits
-            )
+            if batch.needs_all_logits:
+                ids, logprobs, logits = batch.steps.decode(batch.model, batch.inputs, batch.sampling)
+            else:
+                ids, logprobs, logits = decode(batch.model, batch.inputs, batch.sampling, all_logits=False)
         return StepResult(ids.tolist()[: len(batch.rows)], logprobs, logits)
 
     def rehearsal(self):

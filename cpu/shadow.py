@@ -75,6 +75,8 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
     n_token = config.n_token or config.vocab_size
     if not isinstance(head, PackedLinear) or head.stored_as not in HEAD_FORMATS or head.bias is not None:
         return None
+    if model.dtype == torch.float32:  # then activations are not quantized
+        return None
     if n_token < MIN_TOKENS or config.logits_scale != 1.0 or config.logits_softcap is not None:
         return None
     generator = torch.Generator().manual_seed(0)

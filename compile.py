@@ -59,7 +59,7 @@ def compile_per_shape(function: Callable) -> Callable:
                 options["cpp.threads"] = 1  # the kernels have their own; other operations are small
             # Dynamo stores graphs by code object, so each case gets its own copy of the code.
             code = function.__code__.replace()
-            own = types.FunctionType(code, function.__globals__, function.__name__)
+            own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
             graphs[case] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         return graphs[case](model, *arguments)
 

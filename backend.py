@@ -62,8 +62,8 @@ class Backend:
     chunk_invariant: bool = False
     # make_shadow(model) returns drawable_logits, or None if it would not gain anything. The model has caches.
     make_shadow: Callable = lambda model: None
-    # drawable_logits(x, temperature, seed, position): the logits (n,V) of hidden states x (n,D), in which a token
-    # that cannot be drawn with these settings (n,) has -inf. It may return None: take all logits.
+    # drawable_logits(x, temperature, seed, top_k, min_p, position): the logits (n,V) of hidden states x (n,D), in
+    # which a token that cannot be drawn with these settings (n,) has -inf. It may return None: take all logits.
     drawable_logits: Callable | None = None
     # zeros(nbytes, device) returns a function like torch.zeros, for KV caches of nbytes bytes.
     zeros: Callable = lambda nbytes, device: partial(torch.zeros, device=device)

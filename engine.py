@@ -263,7 +263,7 @@ class Batch:
             return True
         requests = [row.request for row in self.rows]
         return any(
-            request.logprobs is not None or request.grammar is not None or request.params.filters
+            request.logprobs is not None or request.grammar is not None or request.params.needs_all_logits
             for request in requests
         )
 

@@ -416,7 +416,7 @@ define(
 
 define(
     "head_logits(Tensor x, int head, int shadow, Tensor norms, Tensor inverse_scales, Tensor temperature, Tensor seed, "
-    "Tensor position, Tensor(a!) counts) -> Tensor",
+    "Tensor top_k, Tensor min_p, Tensor position, Tensor(a!) counts) -> Tensor",
     lambda x, head, shadow, norms, *rest: empty_with_columns(x, len(norms)),
 )
 

@@ -333,7 +333,7 @@ class Transformer(nn.Module):
         rows and positions (n,) as from all logits. Tokens that cannot be drawn may have -inf."""
         logits = None
         if self.backend.drawable_logits is not None:
-            settings = sampling.temperature[rows], sampling.seed[rows]
+            settings = [one[rows] for one in (sampling.temperature, sampling.seed, sampling.top_k, sampling.min_p)]
             logits = self.backend.drawable_logits(x, *settings, position)
         return self.head(x) if logits is None else logits
 

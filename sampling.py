@@ -70,10 +70,11 @@ class SamplingParams:
         return {name: getattr(self, name) for name in RECOMMENDED}
 
     @property
-    def filters(self) -> bool:
-        """Whether more than the temperature decides which token is drawn."""
-        others = self.top_k, self.top_p, self.min_p, self.logit_bias
-        return self.penalizes or others != (0, 1, 0, ())
+    def needs_all_logits(self) -> bool:
+        """Whether more logits than the largest ones decide which token is drawn."""
+        if self.penalizes or self.logit_bias:
+            return True
+        return self.temperature > 0 and (self.top_k > FEW_TOKENS or (self.top_p < 1 and self.top_k == 0))
 
     @property
     def penalizes(self) -> bool:
@@ -81,6 +82,7 @@ class SamplingParams:
 
 
 MAX_BIAS = 1000
+FEW_TOKENS = 128  # a top_k up to which finding these tokens costs little
 MASKED_POSITIONS = MAX_DECODE_TOKENS  # positions of a row that have a mask: as many as a step with speculation samples
 
 # The smallest and largest value of each setting. Larger penalties would overflow float32 with

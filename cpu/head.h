@@ -11,7 +11,8 @@
 // be drawn get -infinity, and `sample` draws from the result as from all logits.
 //
 // A token is drawn with a temperature if its weight / noise is the largest: see exponential_race in sampling.h. There,
-// too, a bound on the weight shows which tokens cannot win.
+// too, a bound on the weight shows which tokens cannot win. With top-k, the tokens that reach the k-th largest logit are
+// needed, and with min-p, those that reach the least weight that passes. Top-p after top-k needs no others.
 
 #pragma once
 
@@ -24,23 +25,36 @@ namespace fastpath {
 template <class T>
 constexpr float ROUNDING = std::is_same_v<T, float> ? 0x1p-22f : std::is_same_v<T, bf16> ? 0x1.01p-8f : 0x1.01p-11f;
 
-// One row of x, and what is known about its winner. A token that can reach neither `largest` nor `best` is not needed.
-struct HeadRow {
-  float norm;         // of x / scale
+// The settings with which a row of x is drawn.
+struct HeadSettings {
   float temperature;  // 0: the token with the largest logit
+  int64_t top_k;      // 0: all tokens
+  float min_p;
   Noise noise;
+
+  bool filters_top_k() const { return temperature > 0 && top_k > 0; }
+  // Whether the exponential race is among all tokens.
+  bool races() const { return temperature > 0 && top_k <= 0 && !(min_p > 0); }
+};
+
+// One row of x, and what is known about its winner. A token that can reach neither `least` nor `best` is not needed.
+struct HeadRow : HeadSettings {
+  float norm;              // of x / scale
   bool is_finite = false;  // of the shadow; otherwise all blocks are needed
-  float largest = -INF;    // the largest known logit
+  float least = -INF;      // tokens with smaller logits are not needed, except for the race
   float reference = 0;     // the largest logit of the first block that was multiplied; its weight is 1
-  float best = 0;          // with a temperature: the largest known weight / noise
+  float best = 0;          // of the race: the largest known weight / noise
   float offset = 0;        // of the bound on 2^32 u in exponential_race, for `best`
 
   Weights weights() const { return {reference, temperature}; }
 
   // Takes the logit of a token into account.
   void learn(int64_t v, float logit) {
-    largest = std::max(largest, logit);
-    if (!(temperature > 0)) return;
+    if (filters_top_k()) return;
+    // A token passes min-p if its weight, relative to that of the largest logit, is at least min_p; 1e-3 for rounding.
+    const bool filters = temperature > 0 && min_p > 0;
+    least = std::max(least, filters ? logit - (1e-3f - std::log(min_p)) / weights().inverse : logit);
+    if (!races()) return;
     uint32_t bits[LANES];
     store(bits, noise.bits(ints(v)));
     const float ratio = std::exp((logit - reference) * weights().inverse) / Noise::exponential(bits[0]);
@@ -49,6 +63,12 @@ struct HeadRow {
     offset = (127 + 32 + 2e-3f - std::log2(best)) * 0x1p23f;  // 1e-3 more, for the rounding of weights and noise
   }
 };
+
+float kth_largest(const float* x, int64_t n, int64_t k) {
+  std::vector<int32_t> keys(n + LANES);
+  write_sort_keys(x, n, keys.data());
+  return find_threshold(k, keys.data(), nullptr, n).x;
+}
 
 template <class T>
 struct HeadLogits {
@@ -125,6 +145,7 @@ struct HeadLogits {
     }
     row.is_finite = !has_nan && std::isfinite(all[first]);
     if (!row.is_finite) return;
+    if (row.filters_top_k()) return guess_top_k(row, m);
     const float* x = near + m * N;
     int64_t likeliest = first * LANES;
     while (x[likeliest] != all[first]) likeliest++;
@@ -136,9 +157,26 @@ struct HeadLogits {
     row.is_finite = std::isfinite(row.reference);
     if (!row.is_finite) return;
     learn_block(row, m, block);
-    if (!(row.temperature > 0)) return;
+    if (!row.races()) return;
     const int64_t winner = exponential_race(Tokens<float>{x, nullptr, V}, row.weights(), 0, row.noise, likeliest);
     if (winner / LANES != block) multiply(winner / LANES, rows);
+  }
+
+  // Multiplies the blocks with the largest logits of the shadow, of which top_k logits are certainly reached.
+  void guess_top_k(HeadRow& row, int64_t m) const {
+    const int64_t k = std::min(row.top_k, V);
+    const float* all = maxima + m * blocks();
+    const float cut = kth_largest(all, blocks(), std::min(k, blocks()));
+    std::vector<float> known;
+    for (int64_t block = 0; block < blocks() && int64_t(known.size()) < k * LANES; block++) {
+      if (all[block] < cut) continue;
+      multiply_units<T>(head, to_head, M, block, block + 1, nullptr, out);
+      for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++) {
+        known.push_back(out[m * N + v]);
+        row.is_finite &= std::isfinite(known.back());
+      }
+    }
+    if (row.is_finite) row.least = kth_largest(known.data(), known.size(), std::min<int64_t>(k, known.size()));
   }
 
   // Whether row m needs a token of a block.
@@ -149,9 +187,8 @@ struct HeadLogits {
     const f32x16 bound = fma(max(x, floats(0.0f) - x), floats(ROUNDING<T>), x);  // also after rounding to T
     const Lanes real = first_lanes(V - v);
     // The comparisons are such that NaN is needed.
-    const f32x16 largest = floats(row.largest);
-    if (real & (~above(largest, bound))) return true;
-    if (!(row.temperature > 0)) return false;
+    if (real & (~above(floats(row.least), bound))) return true;
+    if (!row.races()) return false;
     // As in exponential_race.
     const f32x16 slope = floats(std::min(row.weights().inverse * (LOG2E * 0x1p23f), 3e38f));
     const f32x16 certain = floats((127 + 33) * 0x1p23f);  // the bits of 2^33, which is above all random numbers
@@ -194,10 +231,11 @@ struct HeadLogits {
 };
 
 // The logits (M,N) of x (M,D) that may be drawn, and -infinity for all others. head, shadow: handles of layers (N,D).
-// norms (V,) and inverse_scales (D,): see above. temperature, seed and position (M,): of the tokens that are drawn.
-// counts (2,): the blocks that were multiplied with the head, and all blocks, are added to it.
+// norms (V,) and inverse_scales (D,): see above. temperature, seed, top_k, min_p and position (M,): of the tokens that
+// are drawn. counts (2,): the blocks that were multiplied with the head, and all blocks, are added to it.
 Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& norms, const Tensor& inverse_scales,
-                   const Tensor& temperature, const Tensor& seed, const Tensor& position, const Tensor& counts) {
+                   const Tensor& temperature, const Tensor& seed, const Tensor& top_k, const Tensor& min_p,
+                   const Tensor& position, const Tensor& counts) {
   TORCH_CHECK(x.dim() == 2, "x (M,D) was expected, not ", x.sizes());
   const int64_t M = x.size(0), D = x.size(1);
   const auto prepared_head = prepared_layers.get(head);
@@ -214,6 +252,8 @@ Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& 
   const float* scales = checked(inverse_scales, "inverse_scales", at::kFloat, {D}).const_data_ptr<float>();
   const float* temperatures = checked(temperature, "temperature", at::kFloat, {M}).const_data_ptr<float>();
   const int64_t* seeds = checked(seed, "seed", at::kLong, {M}).const_data_ptr<int64_t>();
+  const int64_t* top_ks = checked(top_k, "top_k", at::kLong, {M}).const_data_ptr<int64_t>();
+  const float* min_ps = checked(min_p, "min_p", at::kFloat, {M}).const_data_ptr<float>();
   const int64_t* positions = checked(position, "position", at::kLong, {M}).const_data_ptr<int64_t>();
   int64_t* total = checked(counts, "counts", at::kLong, {2}).data_ptr<int64_t>();
   dispatch_dtype(x, [&](auto type) {
@@ -227,7 +267,7 @@ Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& 
       return one;
     });
     for (int64_t m = 0; m < M; m++)
-      new (arrays.rows + m) HeadRow{.temperature = temperatures[m], .noise = Noise(seeds[m], positions[m])};
+      new (arrays.rows + m) HeadRow{{temperatures[m], top_ks[m], min_ps[m], Noise(seeds[m], positions[m])}};
     *arrays.counted = 0;
     parallel(false, [&, &arrays = arrays](const Team& team) { arrays.run(team, whole_head, whole_shadow, scales); });
     total[0] += *arrays.counted;

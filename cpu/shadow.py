@@ -37,12 +37,17 @@ class ShadowHead:
         """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
         the head."""
         self.head = head
-        self.shadow = PackedLinear(quantize_shadow(head), exact=False)
-        error = next(rows_of(head)) - next(rows_of(self.shadow))
-        # The product of the two norms of the bound is smallest if scale^2 is x / error.
-        scale = (usual / error.square().mean(0).sqrt().clamp(min=1e-9)).sqrt()
-        scale = scale / scale.mean()
-        self.norms = torch.cat(list(error_norms(head, self.shadow, scale)))[:n_token].clone()
+        blocks, norms = [], []
+        for weights in rows_of(head):
+            quantized, error = quantize_q5_0(weights)
+            if not blocks:
+                # The product of the two norms of the bound is smallest if scale^2 is x / error.
+                scale = (usual / error.square().mean(0).sqrt().clamp(min=1e-9)).sqrt()
+                scale = scale / scale.mean()
+            blocks.append(quantized)
+            norms.append(error_norms(weights, error, scale))
+        self.shadow = pack_q5_0(torch.cat(blocks), head.in_features)
+        self.norms = torch.cat(norms)[:n_token].clone()
         self.inverse_scales = 1 / scale
         self.counts = torch.zeros(2, dtype=torch.int64)
 
@@ -56,14 +61,16 @@ class ShadowHead:
         read, all_blocks = self.counts.tolist()
         return read / all_blocks if all_blocks else None
 
-    def __call__(self, x: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor | None:
+    def __call__(
+        self, x: Tensor, temperature: Tensor, seed: Tensor, top_k: Tensor, min_p: Tensor, position: Tensor
+    ) -> Tensor | None:
         """The logits (n,V) of hidden states x (n,D); -inf for tokens that cannot be drawn with these
         settings (n,). None if there are too many rows to gain anything."""
         if len(x) > MAX_ROWS:
             return None
         return torch.ops.fastpath.head_logits(
             x, self.head.prepared.handle, self.shadow.prepared.handle, self.norms, self.inverse_scales,
-            temperature, seed, position, self.counts,
+            temperature, seed, top_k, min_p, position, self.counts,
         )  # fmt: skip
 
 
@@ -92,35 +99,36 @@ def rows_of(layer: PackedLinear) -> Iterator[Tensor]:
         yield torch.ops.fastpath.embed_packed(ids, layer.prepared.handle, layer.in_features)
 
 
-def quantize_shadow(head: PackedLinear) -> QuantizedLinear:
-    blocks = [quantize_q5_0(weights) for weights in rows_of(head)]
-    with torch.device("meta"):
-        layer = QuantizedLinear(head.in_features, head.out_features, False, SHADOW)
-    layer.load_state_dict({"blocks": torch.cat(blocks)}, assign=True)
-    return layer
-
-
-def quantize_q5_0(w: Tensor) -> Tensor:
+def quantize_q5_0(w: Tensor) -> tuple[Tensor, Tensor]:
     """w (N,C) float32 in blocks of q5_0 (N,C/32*22) uint8: a scale in float16, the highest bits of 32
-    levels, their lower four bits."""
+    levels, their lower four bits. And what they round away (N,C)."""
     N, C = w.shape
-    w = nn.functional.pad(w, (0, -C % 32)).view(N, -1, 32)
-    scale = (w.abs().amax(-1, keepdim=True) / 15.5).half()
-    levels = (w / scale.float().clamp(min=1e-30)).round_().clamp_(-16, 15).add_(16).byte()
+    groups = nn.functional.pad(w, (0, -C % 32)).view(N, -1, 32)
+    scale = (groups.abs().amax(-1, keepdim=True) / 15.5).half()
+    levels = (groups / scale.float().clamp(min=1e-30)).round_().clamp_(-16, 15)
+    error = groups - levels * scale.float()
+    levels = levels.add_(16).byte()
     bits = (levels >> 4).view(N, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
     low = levels[..., :16] & 15 | levels[..., 16:] << 4
-    return torch.cat([scale.view(torch.uint8), bits.sum(-1, dtype=torch.uint8), low], -1).flatten(1)
+    blocks = torch.cat([scale.view(torch.uint8), bits.sum(-1, dtype=torch.uint8), low], -1).flatten(1)
+    return blocks, error.flatten(1)[:, :C]
 
 
-def error_norms(head: PackedLinear, shadow: PackedLinear, scale: Tensor) -> Iterator[Tensor]:
-    """For each row v (ROWS,): a bound of |logit - shadow's logit| for hidden states with norm(x / scale) = 1.
+def pack_q5_0(blocks: Tensor, in_features: int) -> PackedLinear:
+    with torch.device("meta"):
+        layer = QuantizedLinear(in_features, len(blocks), False, SHADOW)
+    layer.load_state_dict({"blocks": blocks}, assign=True)
+    return PackedLinear(layer, exact=False)
 
-    It is the norm of (head - shadow) * scale, and what float32 may add: both products sum up groups of 32
-    columns, each of which is rounded three times at most, and the sum once for each group.
+
+def error_norms(weights: Tensor, error: Tensor, scale: Tensor) -> Tensor:
+    """For each row (N,): a bound of |logit - shadow's logit| for hidden states with norm(x / scale) = 1.
+
+    It is the norm of the error (N,C) * scale, and what float32 may add: the products of the weights (N,C)
+    and of the shadow sum up groups of 32 columns, each of which is rounded three times at most, and the
+    sum once for each group.
     """
-    groups = -(-head.in_features // 32)
-    relative = (groups + 4) * ROUNDING
-    for weights, approximate in zip(rows_of(head), rows_of(shadow)):
-        error = ((weights - approximate) * scale).norm(dim=1)
-        size = 2 * (weights * scale).norm(dim=1) + error  # at least the norms of both
-        yield (error + 2 * relative * size) * (1 + 1e-5)
+    norm = (error * scale).norm(dim=1)
+    size = 2 * (weights * scale).norm(dim=1) + norm  # at least the norms of both
+    groups = -(-weights.shape[1] // 32)
+    return (norm + 2 * (groups + 4) * ROUNDING * size) * (1 + 1e-5)

@@ -43,17 +43,29 @@ def draw(logits, params, position):
     return sample(logits[:, None], torch.arange(len(logits)), position, None, settings)[0][:, 0]
 
 
-def check(head, x, usual, n_token=None, seeds=4):
+FILTERS = ({}, {"top_k": 1}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}, {"top_k": 7, "min_p": 0.3}, {"min_p": 1.0})
+
+
+def settings_of(params):
+    """The arguments of ShadowHead between the hidden states and the positions."""
+    dtypes = {"temperature": torch.float32, "seed": torch.int64, "top_k": torch.int64, "min_p": torch.float32}
+    return [torch.tensor([getattr(one, name) for one in params], dtype=dtypes[name]) for name in dtypes]
+
+
+def check(head, x, usual, n_token=None, seeds=6):
     """Draw with many settings, alone and in batches. Returns the share of blocks that were read."""
     n_token = n_token or head.out_features
     ours = ShadowHead(head, usual, n_token)
     whole = head(x)[:, :n_token]
     for temperature in TEMPERATURES:
         for seed in range(seeds):
-            params = [SamplingParams(temperature=temperature, seed=1000 * seed + row) for row in range(len(x))]
+            filters = [FILTERS[(seed + row) % len(FILTERS)] for row in range(len(x))]
+            params = [
+                SamplingParams(temperature=temperature, seed=1000 * seed + row, **one) for row, one in enumerate(filters)
+            ]
             position = torch.arange(5, 5 + len(x)) + seed
             expected = draw(whole, params, position)
-            settings = [torch.tensor([float(temperature)] * len(x)), torch.tensor([one.seed for one in params])]
+            settings = settings_of(params)
             together = ours(x, *settings, position)[:, :n_token]
             assert torch.equal(draw(together, params, position), expected)
             known = together > -float("inf")
@@ -103,7 +115,7 @@ def test_hidden_states_that_are_not_finite_give_no_token():
     ours = ShadowHead(head, torch.ones(64), 512)
     params = [SamplingParams(temperature=0.5, seed=row) for row in range(3)]
     position = torch.arange(4, 7)
-    few = ours(x, torch.full((3,), 0.5), torch.arange(3), position)
+    few = ours(x, *settings_of(params), position)
     expected = draw(head(x), params, position)
     assert torch.equal(draw(few, params, position), expected) and expected.tolist()[:2] == [-1, -1]
 
@@ -124,8 +136,8 @@ def test_the_bound_holds_for_each_logit():
 def test_the_shadow_is_near_the_head():
     matrix = numbers(40, 77)
     (part,) = FORMATS["q5_0"].parts
-    blocks = shadow.quantize_q5_0(matrix)
-    assert blocks.shape == (40, 3 * 22) and part.name == "blocks"
+    blocks, error = shadow.quantize_q5_0(matrix)
+    assert blocks.shape == (40, 3 * 22) and part.name == "blocks" and error.shape == matrix.shape
     layer = packed(matrix)
     ours = ShadowHead(layer, torch.ones(77), 40)
     largest = matrix.abs().max()

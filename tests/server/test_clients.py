@@ -1,8 +1,7 @@
 """The clients that people use, with two real models: plain answers, streams, tools and structured answers.
 
-The clients are in requirements-clients.txt; tests of those that are not installed are skipped. docs/serving.md has a
-table of the results. With FASTPATH_CLIENTS_URL=http://127.0.0.1:8080/v1, the same tests run with the server that is
-there.
+The clients are in requirements-clients.txt; tests of those that are not installed are skipped. docs/serving.md
+names them. With FASTPATH_CLIENTS_URL=http://127.0.0.1:8080/v1, the same tests run with the server that is there.
 """
 
 import asyncio

@@ -366,7 +366,7 @@ define(
 #     convolution (conv_weight); `blocks` runs several blocks.
 #   write_draft_keys writes the keys and values of the MTP layer (mixers/mtp.py).
 #   medusa draws the likeliest tokens of Medusa heads.
-#   head_logits computes the logits of tokens that may be drawn (cpu/shadow.py).
+#   head_logits computes the logits of tokens that may be drawn, with what quantize_head makes (cpu/shadow.py).
 define("packed_bytes(str format, int N, int C, int groupsize) -> int")
 define("pack_layer(str format, Tensor[] parts, int C, int groupsize, Tensor(a!) to) -> ()", lambda *_: None)
 define("prepare_layer(str format, Tensor weight, Tensor? bias, int N, int C, int groupsize, bool exact) -> int")
@@ -419,6 +419,7 @@ define(
     "Tensor top_k, Tensor min_p, Tensor position, Tensor(a!) counts) -> Tensor",
     lambda x, head, shadow, norms, *rest: empty_with_columns(x, len(norms)),
 )
+define("quantize_head(int head, Tensor scale) -> (Tensor, Tensor)")
 
 # GPU:
 #   fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it.

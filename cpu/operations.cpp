@@ -785,6 +785,7 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(cpu, "blocks", &blocks);
   add(cpu, "medusa", &medusa);
   add(cpu, "head_logits", &head_logits);
+  add(cpu, "quantize_head", &quantize_head);
   add(cpu, "write_draft_keys", &write_draft_keys);
   add(any, "packed_bytes", &packed_bytes);
   add(any, "stack_layers", &stack_layers);

@@ -1,14 +1,12 @@
 """A shadow of the output head: a copy in fewer bits, which shows which logits of the head are needed.
 
 A step needs a token, and not V logits. cpu/head.h describes the bound that leaves most of them out, and
-computes it; `error_norms` makes the numbers of the bound. A token that is drawn with the shadow is the
+computes it; `bounds` makes its numbers. A token that is drawn with the shadow is the
 token that is drawn with all logits, to the bit.
 
 The source of the bound is the inequality of Cauchy and Schwarz, with a scale for each column: the hidden
 states of most models are large in a few columns, for which a good scale is large.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +19,8 @@ HEAD_FORMATS = ("q8_0", "int8")  # heads of 8 bits gain; in fewer bits, multiply
 SHADOW = Scheme("q5_0", 32)
 MIN_TOKENS = 16384  # with fewer logits, choosing among them costs more than it saves
 MAX_ROWS = 1  # with more hidden states, the products take longer than reading the weights
-ROWS = 8192  # rows of the head that are unpacked at a time
-CALIBRATION_TOKENS = 128
+SOME_ROWS = 1024
+CALIBRATION_TOKENS = 32
 ROUNDING = 2.0**-24  # the largest relative error of a float32 operation
 
 
@@ -37,17 +35,16 @@ class ShadowHead:
         """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
         the head."""
         self.head = head
-        blocks, norms = [], []
-        for weights in rows_of(head):
-            quantized, error = quantize_q5_0(weights)
-            if not blocks:
-                # The product of the two norms of the bound is smallest if scale^2 is x / error.
-                scale = (usual / error.square().mean(0).sqrt().clamp(min=1e-9)).sqrt()
-                scale = scale / scale.mean()
-            blocks.append(quantized)
-            norms.append(error_norms(weights, error, scale))
-        self.shadow = pack_q5_0(torch.cat(blocks), head.in_features)
-        self.norms = torch.cat(norms)[:n_token].clone()
+        D = head.in_features
+        # The product of the two norms of the bound is smallest if scale^2 is x / error.
+        scale = (usual / usual_errors(head).clamp(min=1e-9)).sqrt()
+        scale = scale / scale.mean()
+        blocks, norms = torch.ops.fastpath.quantize_head(head.prepared.handle, scale)
+        with torch.device("meta"):
+            layer = QuantizedLinear(D, head.out_features, False, SHADOW)
+        layer.load_state_dict({"blocks": blocks}, assign=True)
+        self.shadow = PackedLinear(layer, exact=False)
+        self.norms = bounds(*norms.unbind(1), groups=-(-D // 32))[:n_token].clone()
         self.inverse_scales = 1 / scale
         self.counts = torch.zeros(2, dtype=torch.int64)
 
@@ -93,42 +90,22 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
     return ShadowHead(head, usual, n_token)
 
 
-def rows_of(layer: PackedLinear) -> Iterator[Tensor]:
-    """The weights (ROWS,D) float32 of a packed matrix, some rows at a time."""
-    for ids in torch.arange(layer.out_features).split(ROWS):
-        yield torch.ops.fastpath.embed_packed(ids, layer.prepared.handle, layer.in_features)
+def usual_errors(head: PackedLinear) -> Tensor:
+    """The usual errors (D,) of the columns in the shadow, from some rows of the head."""
+    rows = torch.arange(0, head.out_features, -(-head.out_features // SOME_ROWS))
+    D = head.in_features
+    weights = torch.ops.fastpath.embed_packed(rows, head.prepared.handle, D)
+    groups = nn.functional.pad(weights, (0, -D % 32)).unflatten(1, (-1, 32))
+    step = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 15.5
+    error = groups - step * (groups / step).round()
+    return error.flatten(1)[:, :D].square().mean(0).sqrt()
 
 
-def quantize_q5_0(w: Tensor) -> tuple[Tensor, Tensor]:
-    """w (N,C) float32 in blocks of q5_0 (N,C/32*22) uint8: a scale in float16, the highest bits of 32
-    levels, their lower four bits. And what they round away (N,C)."""
-    N, C = w.shape
-    groups = nn.functional.pad(w, (0, -C % 32)).view(N, -1, 32)
-    scale = (groups.abs().amax(-1, keepdim=True) / 15.5).half()
-    levels = (groups / scale.float().clamp(min=1e-30)).round_().clamp_(-16, 15)
-    error = groups - levels * scale.float()
-    levels = levels.add_(16).byte()
-    bits = (levels >> 4).view(N, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
-    low = levels[..., :16] & 15 | levels[..., 16:] << 4
-    blocks = torch.cat([scale.view(torch.uint8), bits.sum(-1, dtype=torch.uint8), low], -1).flatten(1)
-    return blocks, error.flatten(1)[:, :C]
+def bounds(size: Tensor, error: Tensor, groups: int) -> Tensor:
+    """For each row (V,): a bound of |logit - shadow's logit| for hidden states with norm(x / scale) = 1.
 
-
-def pack_q5_0(blocks: Tensor, in_features: int) -> PackedLinear:
-    with torch.device("meta"):
-        layer = QuantizedLinear(in_features, len(blocks), False, SHADOW)
-    layer.load_state_dict({"blocks": blocks}, assign=True)
-    return PackedLinear(layer, exact=False)
-
-
-def error_norms(weights: Tensor, error: Tensor, scale: Tensor) -> Tensor:
-    """For each row (N,): a bound of |logit - shadow's logit| for hidden states with norm(x / scale) = 1.
-
-    It is the norm of the error (N,C) * scale, and what float32 may add: the products of the weights (N,C)
-    and of the shadow sum up groups of 32 columns, each of which is rounded three times at most, and the
-    sum once for each group.
+    size and error (V,): the norms of the head's row and of its error, times the scales of the columns. The
+    bound is the error, and what float32 may add: both products sum up groups of 32 columns, each of which
+    is rounded three times at most, and the sum once for each group.
     """
-    norm = (error * scale).norm(dim=1)
-    size = 2 * (weights * scale).norm(dim=1) + norm  # at least the norms of both
-    groups = -(-weights.shape[1] // 32)
-    return (norm + 2 * (groups + 4) * ROUNDING * size) * (1 + 1e-5)
+    return (error + 2 * (groups + 4) * ROUNDING * (2 * size + error)) * (1 + 1e-5)

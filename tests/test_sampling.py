@@ -4,17 +4,13 @@ Filters are tested against plain Python, and draws against the exact distributio
 independent of their neighbours, and the kernels must draw the tokens that the reference draws.
 """
 
-import json
 import math
 import random
-import shutil
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import INTERPRET, ROOT
-from programs import main
+from conftest import INTERPRET
 
 import sampling
 from cpu.build import load_kernels
@@ -408,48 +404,3 @@ def test_masks_forbid_tokens_and_leave_log_probabilities(implementation):
 def test_params_refuse_what_is_out_of_range(kwargs):
     with pytest.raises(ValueError, match=f"^{next(iter(kwargs))} must"):  # the server reads the first word
         SamplingParams(**kwargs)
-
-
-TWICE = """if True:
-    import generate, sys
-    for more in (["--top_a", "0"], ["--top_a", "1"]):
-        sys.argv[1:] = sys.argv[1:] + more
-        generate.main()
-    from sampling import SamplingParams
-    from server.openai_requests import Answers
-    assert Answers.read({"top_a": 0.5}).sampling_params(SamplingParams(), 9)[0].top_a == 0.5"""
-
-
-def apply_example(directory):
-    """Apply the change that CONTRIBUTING.md shows, hunk by hunk."""
-    _, _, page = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## A sampling method\n")
-    lines = [line[4:] for line in page.partition("\n## ")[0].splitlines() if line.startswith("    ")]
-    for file in "\n".join(lines).split("--- a/")[1:]:
-        header, *hunks = file.strip("\n").split("\n@@")
-        path = directory / header.splitlines()[0]
-        text = path.read_text()
-        for hunk in hunks:
-            marked = [(line[:1], line[1:]) for line in hunk.splitlines()[1:]]
-            old, new = ("\n".join(line for mark, line in marked if mark != other) for other in "+-")
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        path.write_text(text)
-
-
-@pytest.mark.slow
-def test_the_example_of_a_new_setting(tiny, tmp_path, python, capsys, monkeypatch):
-    """With the change to Python alone, the setting works, and nothing changes where it is not used."""
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    for folder in ("cpu", "mixers", "server", "text"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    apply_example(tmp_path)
-    options = ["--checkpoint_path", str(tiny("llama-mha")[2]), "--prompt_ids", "5,6,7", "--json"]
-    options += ["--repetition_penalty", "1.7", "--frequency_penalty", "0.4", "--presence_penalty", "0.3"]
-    options += ["--temperature", "1.5"]
-    done = subprocess.run([*python, "-c", TWICE, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    unused, used = (json.loads(line)["samples"][0]["token_ids"] for line in done.stdout.splitlines())
-    assert main(capsys, monkeypatch, *options)[0]["samples"][0]["token_ids"] == unused != used
-    if "C++" in IMPLEMENTATIONS:
-        assert done.stderr.splitlines()[0].endswith("so the references run: sample probabilities")

@@ -71,8 +71,10 @@ class SamplingParams:
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether more logits than the largest ones decide which token is drawn."""
-        if self.penalizes or self.logit_bias:
+        """Whether more logits than the largest ones may decide which token is drawn. Settings that
+        drawable_logits does not know count as such."""
+        known = "temperature", "top_k", "top_p", "min_p", "seed"
+        if any(value != getattr(SamplingParams, name) for name, value in vars(self).items() if name not in known):
             return True
         return self.temperature > 0 and (self.top_k > FEW_TOKENS or (self.top_p < 1 and self.top_k == 0))
 

@@ -59,7 +59,7 @@ def test_sampling(tiny, capsys, monkeypatch):
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="^epsilon_cutoff must"):
             SamplingParams(epsilon_cutoff=value)
-    assert SamplingParams(epsilon_cutoff=0.1).filters and not SamplingParams().filters
+    assert SamplingParams(epsilon_cutoff=0.1).needs_all_logits and not SamplingParams().needs_all_logits
 
     names = {"temperature": "Temperature", "top_k": "TopK", "epsilon_cutoff": "Epsilon", "min_p": "MinP"}
     rows = [(1.0, 0, 0.02, 0.0), (1.0, 0, 0.0, 0.0), (1.7, 0, 0.3, 0.0), (0.6, 0, 0.999, 0.0), (1.3, 0, 0.02, 0.3)]

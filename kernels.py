@@ -419,7 +419,7 @@ define(
     "Tensor top_k, Tensor min_p, Tensor position, Tensor(a!) counts) -> Tensor",
     lambda x, head, shadow, norms, *rest: empty_with_columns(x, len(norms)),
 )
-define("quantize_head(int head, Tensor scale) -> (Tensor, Tensor)")
+define("quantize_head(int head, int bits, Tensor scale) -> (Tensor, Tensor)")
 
 # GPU:
 #   fused_linear is a linear layer with RMSNorm before it, and bias, SwiGLU and residual after it.

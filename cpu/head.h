@@ -230,40 +230,44 @@ struct HeadLogits {
   }
 };
 
-// A row w of G groups of 32 weights in blocks of q5_0: a scale in float16, the highest bits of 32 levels, their lower
-// four bits. Returns the norms of w * scale and of what is rounded away * scale.
-std::pair<float, float> quantize_q5_0(const float* w, const float* scale, int64_t G, uint8_t* block) {
+// A row w of G groups of 32 weights in blocks of F, which is Q4_0 or Q5_0: a scale in float16, the highest bits of 32
+// levels if they have five, their lower four bits. Returns the norms of w * scale and of what is rounded away * scale.
+template <class F>
+std::pair<float, float> quantize_row(const float* w, const float* scale, int64_t G, uint8_t* block) {
+  constexpr float LEVELS = F::OFFSET;  // from -LEVELS to LEVELS - 1
   double size = 0, error = 0;
-  for (int64_t g = 0; g < G; g++, w += 32, scale += 32, block += Q5_0::BYTES) {
+  for (int64_t g = 0; g < G; g++, w += 32, scale += 32, block += F::BYTES) {
     float largest = 0;
     for (int c = 0; c < 32; c++) largest = std::max(largest, std::abs(w[c]));
-    const at::Half stored(largest / 15.5f);
+    const at::Half stored(largest / (LEVELS - 0.5f));
     const float step = stored, inverse = 1 / std::max(step, 1e-30f);
     uint8_t levels[32];
     float sizes = 0, errors = 0;
     for (int c = 0; c < 32; c++) {
-      const float level = std::min(std::max(std::nearbyint(w[c] * inverse), -16.0f), 15.0f);
-      levels[c] = uint8_t(level + 16);
+      const float level = std::min(std::max(std::nearbyint(w[c] * inverse), -LEVELS), LEVELS - 1);
+      levels[c] = uint8_t(level + LEVELS);
       const float difference = (w[c] - level * step) * scale[c];
       sizes += w[c] * scale[c] * w[c] * scale[c];
       errors += difference * difference;
     }
     size += sizes, error += errors;
     std::memcpy(block, &stored, 2);
-    std::memset(block + 2, 0, 4);
-    for (int c = 0; c < 32; c++) block[2 + c / 8] |= levels[c] >> 4 << c % 8;
-    for (int c = 0; c < 16; c++) block[6 + c] = (levels[c] & 15) | levels[16 + c] << 4;
+    std::memset(block + 2, 0, F::BYTES - 2);
+    if (F::OFFSET == 16)
+      for (int c = 0; c < 32; c++) block[2 + c / 8] |= levels[c] >> 4 << c % 8;
+    for (int c = 0; c < 16; c++) block[F::BYTES - 16 + c] = (levels[c] & 15) | levels[16 + c] << 4;
   }
   return {float(std::sqrt(size)), float(std::sqrt(error))};
 }
 
-// The rows of a head (N,D) in q5_0, (N,ceil(D/32)*22); and for each row the two norms of quantize_q5_0, (N,2). scale (D,).
-std::tuple<Tensor, Tensor> quantize_head(int64_t layer, const Tensor& scale) {
+// The rows of a head (N,D) in blocks of 4 or 5 bits, (N,bytes); and the norms of quantize_row, (N,2). scale (D,).
+std::tuple<Tensor, Tensor> quantize_head(int64_t layer, int64_t bits, const Tensor& scale) {
   const auto prepared = prepared_layers.get(layer);
   const Layer& l = prepared->layer;
   TORCH_CHECK(l.pieces.size() == 1 && l.pieces[0].is_quantized(), "a quantized head was expected");
+  TORCH_CHECK(bits == 4 || bits == 5, bits, " bits");
   const int64_t G = (l.C + 31) / 32;
-  const Tensor blocks = at::empty({l.N, G * Q5_0::BYTES}, at::kByte);
+  const Tensor blocks = at::empty({l.N, G * (bits == 4 ? Q4_0::BYTES : Q5_0::BYTES)}, at::kByte);
   const Tensor norms = at::empty({l.N, 2}, at::kFloat);
   std::vector<float> scales(G * 32);
   std::memcpy(scales.data(), checked(scale, "scale", at::kFloat, {l.C}).const_data_ptr(), l.C * sizeof(float));
@@ -273,7 +277,9 @@ std::tuple<Tensor, Tensor> quantize_head(int64_t layer, const Tensor& scale) {
       for (; n < end; n++) {
         look_up(l.pieces[0], n, w.data());
         auto* to = norms.data_ptr<float>() + 2 * n;
-        std::tie(to[0], to[1]) = quantize_q5_0(w.data(), scales.data(), G, blocks.data_ptr<uint8_t>() + n * blocks.size(1));
+        uint8_t* block = blocks.data_ptr<uint8_t>() + n * blocks.size(1);
+        const auto& quantize = bits == 4 ? quantize_row<Q4_0> : quantize_row<Q5_0>;
+        std::tie(to[0], to[1]) = quantize(w.data(), scales.data(), G, block);
       }
     });
   });

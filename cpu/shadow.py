@@ -15,8 +15,7 @@ from cpu.layers import PackedLinear
 from formats import QuantizedLinear, Scheme
 from model import Transformer
 
-HEAD_FORMATS = ("q8_0", "int8")  # heads of 8 bits gain; in fewer bits, multiplying takes as long as reading
-SHADOW = Scheme("q5_0", 32)
+SHADOW_BITS = {"q8_0": 5, "int8": 5, "q6_k": 4}  # by the format of the head: as few as make the bound narrow enough
 MIN_TOKENS = 16384  # with fewer logits, choosing among them costs more than it saves
 MAX_ROWS = 1  # with more hidden states, the products take longer than reading the weights
 SOME_ROWS = 1024
@@ -35,13 +34,13 @@ class ShadowHead:
         """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
         the head."""
         self.head = head
-        D = head.in_features
+        D, bits = head.in_features, SHADOW_BITS[head.stored_as]
         # The product of the two norms of the bound is smallest if scale^2 is x / error.
-        scale = (usual / usual_errors(head).clamp(min=1e-9)).sqrt()
+        scale = (usual / usual_errors(head, bits).clamp(min=1e-9)).sqrt()
         scale = scale / scale.mean()
-        blocks, norms = torch.ops.fastpath.quantize_head(head.prepared.handle, scale)
+        blocks, norms = torch.ops.fastpath.quantize_head(head.prepared.handle, bits, scale)
         with torch.device("meta"):
-            layer = QuantizedLinear(D, head.out_features, False, SHADOW)
+            layer = QuantizedLinear(D, head.out_features, False, Scheme(f"q{bits}_0", 32))
         layer.load_state_dict({"blocks": blocks}, assign=True)
         self.shadow = PackedLinear(layer, exact=False)
         self.norms = bounds(*norms.unbind(1), groups=-(-D // 32))[:n_token].clone()
@@ -77,7 +76,7 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
     config = model.config
     head = model.embedding if model.output is None else model.output
     n_token = config.n_token or config.vocab_size
-    if not isinstance(head, PackedLinear) or head.stored_as not in HEAD_FORMATS or head.bias is not None:
+    if not isinstance(head, PackedLinear) or head.stored_as not in SHADOW_BITS or head.bias is not None:
         return None
     if model.dtype == torch.float32:  # then activations are not quantized
         return None
@@ -90,13 +89,13 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
     return ShadowHead(head, usual, n_token)
 
 
-def usual_errors(head: PackedLinear) -> Tensor:
+def usual_errors(head: PackedLinear, bits: int) -> Tensor:
     """The usual errors (D,) of the columns in the shadow, from some rows of the head."""
     rows = torch.arange(0, head.out_features, -(-head.out_features // SOME_ROWS))
     D = head.in_features
     weights = torch.ops.fastpath.embed_packed(rows, head.prepared.handle, D)
     groups = nn.functional.pad(weights, (0, -D % 32)).unflatten(1, (-1, 32))
-    step = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 15.5
+    step = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 0.5)
     error = groups - step * (groups / step).round()
     return error.flatten(1)[:, :D].square().mean(0).sqrt()
 

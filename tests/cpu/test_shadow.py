@@ -144,7 +144,7 @@ def test_the_shadow_is_near_the_head():
     ours = ShadowHead(layer, torch.ones(77), 40)
     weights, near = rows_of(layer), rows_of(ours.shadow)
     assert (near - weights).abs().max() < matrix.abs().max() / 30
-    norms = torch.ops.fastpath.quantize_head(layer.prepared.handle, scale)[1]
+    norms = torch.ops.fastpath.quantize_head(layer.prepared.handle, 5, scale)[1]
     expected = torch.stack([(weights * scale).norm(dim=1), ((weights - near) * scale).norm(dim=1)], 1)
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
 

@@ -19,6 +19,8 @@ SHADOW_BITS = {"q8_0": 5, "int8": 5, "q6_k": 4}  # by the format of the head: as
 MIN_TOKENS = 16384  # with fewer logits, choosing among them costs more than it saves
 MAX_ROWS = 1  # with more hidden states, the products take longer than reading the weights
 SOME_ROWS = 1024
+MOST_READ = 0.25  # the share of the head beyond which a shadow costs more than it saves
+ENOUGH_PASSES = 8  # after which the share is known
 CALIBRATION_TOKENS = 32
 ROUNDING = 2.0**-24  # the largest relative error of a float32 operation
 
@@ -26,8 +28,8 @@ ROUNDING = 2.0**-24  # the largest relative error of a float32 operation
 class ShadowHead:
     """The output head and its shadow, for Backend.drawable_logits.
 
-    counts (2,): how many blocks of 16 tokens the passes so far have read of the head, and how many it has
-    together.
+    counts (2,2), for passes without and with top-k: how many blocks of 16 tokens they have read of the head,
+    and how many it has together. If they had to read many, later passes read all.
     """
 
     def __init__(self, head: PackedLinear, usual: Tensor, n_token: int):
@@ -45,7 +47,7 @@ class ShadowHead:
         self.shadow = PackedLinear(layer, exact=False)
         self.norms = bounds(*norms.unbind(1), groups=-(-D // 32))[:n_token].clone()
         self.inverse_scales = 1 / scale
-        self.counts = torch.zeros(2, dtype=torch.int64)
+        self.counts = torch.zeros(2, 2, dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
@@ -54,19 +56,22 @@ class ShadowHead:
     @property
     def share_read(self) -> float | None:
         """The share of the head's blocks that the passes so far have read; None before the first."""
-        read, all_blocks = self.counts.tolist()
+        read, all_blocks = self.counts.sum(0).tolist()
         return read / all_blocks if all_blocks else None
 
     def __call__(
         self, x: Tensor, temperature: Tensor, seed: Tensor, top_k: Tensor, min_p: Tensor, position: Tensor
     ) -> Tensor | None:
         """The logits (n,V) of hidden states x (n,D); -inf for tokens that cannot be drawn with these
-        settings (n,). None if there are too many rows to gain anything."""
-        if len(x) > MAX_ROWS:
+        settings (n,). None if nothing would be gained: with too many rows, or where passes had to read many
+        blocks."""
+        counts = self.counts[int(top_k.any())]
+        read, all_blocks = counts.tolist()
+        if len(x) > MAX_ROWS or read > MOST_READ * max(all_blocks, ENOUGH_PASSES * len(self.norms) // 16):
             return None
         return torch.ops.fastpath.head_logits(
             x, self.head.prepared.handle, self.shadow.prepared.handle, self.norms, self.inverse_scales,
-            temperature, seed, top_k, min_p, position, self.counts,
+            temperature, seed, top_k, min_p, position, counts,
         )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def check(head, x, usual, n_token=None, seeds=6):
         for seed in range(seeds):
             filters = [FILTERS[(seed + row) % len(FILTERS)] for row in range(len(x))]
             params = [
-                SamplingParams(temperature=temperature, seed=1000 * seed + row, **one) for row, one in enumerate(filters)
+                SamplingParams(temperature=temperature, seed=1000 * seed + row, **one)
+                for row, one in enumerate(filters)
             ]
             position = torch.arange(5, 5 + len(x)) + seed
             expected = draw(whole, params, position)

@@ -167,10 +167,10 @@ def available_memory(device) -> int:
 
 
 def shadow_bytes(model: Transformer) -> int:
-    """The bytes of a shadow of the output head (cpu/shadow.py), which a head of 8 bits has on CPUs."""
+    """The bytes of a shadow of the output head (cpu/shadow.py), which a head of 6 or 8 bits has on CPUs."""
     head = model.embedding if model.output is None else model.output
-    has_one = head.stored_as in ("q8_0", "int8") and model.config.vocab_size >= 16384
-    return head.out_features * head.in_features * 22 // 32 if has_one else 0
+    bits = {"q8_0": 5.5, "int8": 5.5, "q6_k": 4.5}.get(head.stored_as, 0) if model.config.vocab_size >= 16384 else 0
+    return int(head.out_features * head.in_features * bits / 8)
 
 
 def check_memory(weights: float, caches: float, device):

@@ -91,6 +91,31 @@ def test_tokens_and_logits_are_those_of_the_whole_head(V, D, M, dtype):
     assert 0 < share < 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_ten_million_draws(seed):
+    """A quarter of a million draws from each of 40 random heads, with random settings in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    V, D = 300 + 37 * seed, 33 + 5 * seed
+    spread = numbers(D, seed=seed).exp()  # some columns are large, as in real models
+    x = (numbers(16, D, seed=seed + 1) * spread).to(BF16)
+    head = packed(numbers(V, D, seed=seed + 2) * torch.rand(V, 1, generator=generator) / D**0.5)
+    ours, whole = ShadowHead(head, spread, V), head(x)
+    rows, settings = torch.arange(16), Sampling.make(16, V, CPU)
+    for first in range(0, 250_000, 16):
+        if first % 16_000 == 0:
+            for row in rows.tolist():
+                temperature, choice = (
+                    TEMPERATURES[torch.randint(8, (), generator=generator)],
+                    FILTERS[(row + first) % 6],
+                )
+                settings.set_row(row, SamplingParams(temperature=temperature, seed=first + row, **choice), [])
+        position = torch.full((16,), 1 + first)
+        few = ours(x, settings.temperature, settings.seed, settings.top_k, settings.min_p, position)
+        drawn = [sample(logits[:, None], rows, position, None, settings)[0] for logits in (few, whole)]
+        assert torch.equal(*drawn), f"after {first} draws"
+
+
 def hard_heads():
     V, D = 512, 64
     equal = numbers(1, D).expand(V, D).clone()

@@ -105,10 +105,8 @@ def test_ten_million_draws(seed):
     for first in range(0, 250_000, 16):
         if first % 16_000 == 0:
             for row in rows.tolist():
-                temperature, choice = (
-                    TEMPERATURES[torch.randint(8, (), generator=generator)],
-                    FILTERS[(row + first) % 6],
-                )
+                temperature = TEMPERATURES[torch.randint(8, (), generator=generator)]
+                choice = FILTERS[(row + first) % len(FILTERS)]
                 settings.set_row(row, SamplingParams(temperature=temperature, seed=first + row, **choice), [])
         position = torch.full((16,), 1 + first)
         few = ours(x, settings.temperature, settings.seed, settings.top_k, settings.min_p, position)

@@ -36,7 +36,8 @@ class ShadowHead:
         """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
         the head."""
         self.head = head
-        D, bits = head.in_features, SHADOW_BITS[head.stored_as]
+        D = head.in_features
+        bits = SHADOW_BITS[head.stored_as]
         # The product of the two norms of the bound is smallest if scale^2 is x / error.
         scale = (usual / usual_errors(head, bits).clamp(min=1e-9)).sqrt()
         scale = scale / scale.mean()

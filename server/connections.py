@@ -6,6 +6,7 @@ who may use the server.
 """
 
 import asyncio
+import logging
 import re
 import resource
 import sys
@@ -55,6 +56,8 @@ class HttpServer(uvicorn.Server):
             backlog=16,  # connections that are accepted at once
         )
         config.log = log  # gets a line for each request that is refused before it reaches the app
+        # asyncio's warning that a client has left before all of its response was written
+        logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
         super().__init__(config)
 
     @contextmanager

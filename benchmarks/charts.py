@@ -1,5 +1,5 @@
-"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py, draft_layer.py, experts.py and
-load_test.py, in a PNG beside each file.
+"""Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py, draft_layer.py, experts.py,
+shadow.py and load_test.py, in a PNG beside each file.
 
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
@@ -177,6 +177,31 @@ def draw_experts(result: dict, path: Path):
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
+def draw_shadow(result: dict, path: Path):
+    """Draw what shadow.py measured: the bytes of weights of a token, and the share of the head by the token."""
+    figure = make_figure(3.6, title(result))
+    sizes, shares = figure.subplots(1, 2, width_ratios=(2, 3))
+    for model, colour in zip(result["head"], (BLUE, ORANGE, "black")):
+        name = model["model"].split("-Instruct")[0].removesuffix(".Q4_K_M")
+        blocks = model["weight_bytes"] - model["head_bytes"]
+        needed = model["shadow_bytes"] + model["mean_share"] * model["head_bytes"]
+        for label, head in (("all logits", model["head_bytes"]), ("with its shadow", needed)):
+            bar = f"{name}\n{label}"
+            sizes.barh(bar, blocks / 1e6, color=GREY, height=0.65)
+            drawn = sizes.barh(bar, head / 1e6, left=blocks / 1e6, color=colour, height=0.65)
+            sizes.bar_label(drawn, [f"{(blocks + head) / 1e6:.0f}"], padding=4, fontsize=9)
+        shares.plot([100 * share for share in model["shares"]], color=colour, linewidth=0.9, label=name)
+    sizes.set_title("MB of weights of a token; grey: the blocks", fontsize=10, loc="left")
+    sizes.set_xlim(0, 1.2 * sizes.get_xlim()[1])
+    sizes.invert_yaxis()
+    hide_x_axis(sizes, labelsize=8)
+    shares.set_title("% of the head that is read besides its shadow", fontsize=10, loc="left")
+    shares.set_xlabel("tokens of a text", fontsize=9)
+    shares.spines[["top", "right"]].set_visible(False)
+    shares.legend(fontsize=9, frameon=False)
+    figure.savefig(path.with_suffix(".png"), format="png")
+
+
 def draw_ramp(result: dict, path: Path):
     """Draw what load_test.py measured: lines of all servers against the number of users."""
     figure = make_figure(6, f"{result['model']}: {title(result | {'batch_size': result['rows']})}")
@@ -221,6 +246,8 @@ def draw(path: Path):
         return draw_ramp(result, path)
     if "by_agreement" in result:
         return draw_draft_layer(result, path)
+    if "head" in result:
+        return draw_shadow(result, path)
     if "n_expert" in result:
         return draw_experts(result, path)
     if "draft" in result.get("rows", [{}])[0]:

@@ -5,7 +5,8 @@
     python benchmarks/random_qwen35.py 8B-A1B QWEN2.gguf random.Q4_K_M.gguf --blocks
 
 The vocabulary is that of QWEN2.gguf (for example the file of fetch_models.py), the other sizes are the
-model's. The words of such a model mean nothing, but it takes as long as a real one. With --blocks, the
+model's. The words of such a model mean nothing, but it takes as long as a real one. With --tokens, unused
+tokens fill the vocabulary up to a number (Qwen3.5 has 248320). With --blocks, the
 matrices are random blocks in the types that Q4_K_M mixes, so a large model needs no llama-quantize.
 
 With --mtp the file has an MTP layer, and this layer is always right: its own weights
@@ -230,15 +231,25 @@ def add_random(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], block
         add_matrix(writer, name, 0.02 * torch.randn(shape))
 
 
-def copy_tokenizer(writer: gguf.GGUFWriter, source: gguf.GGUFReader) -> int:
-    """Copy the fields of a tokenizer, and return the number of its tokens."""
+def copy_tokenizer(writer: gguf.GGUFWriter, source: gguf.GGUFReader, tokens: int) -> int:
+    """Copy the fields of a tokenizer, add unused tokens up to a number, and return the number of all."""
+    have = len(source.fields["tokenizer.ggml.tokens"].data)
+    unused = range(have, tokens)
+    more = {
+        "tokenizer.ggml.tokens": [f"<unused{i}>" for i in unused],
+        "tokenizer.ggml.token_type": [gguf.TokenType.UNUSED] * len(unused),
+        "tokenizer.ggml.scores": [0.0] * len(unused),
+    }
     for name, field in source.fields.items():
         if not name.startswith("tokenizer."):
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, sub_type=inner)
-    return len(source.fields["tokenizer.ggml.tokens"].data)
+        value = field.contents()
+        if name in more:
+            value += more[name]
+        writer.add_key_value(name, value, kind, sub_type=inner)
+    return have + len(unused)
 
 
 def write_file(writer: gguf.GGUFWriter):
@@ -255,6 +266,7 @@ def main():
     parser.add_argument("out", type=Path, help="the file to write, in bfloat16")
     parser.add_argument("--blocks", action="store_true", help="random quantized blocks instead of bfloat16")
     parser.add_argument("--mtp", action="store_true", help="with an MTP layer")
+    parser.add_argument("--tokens", type=int, default=0, help="fill the vocabulary up to this number")
     args = parser.parse_args()
 
     shape = SHAPES[args.shape]
@@ -269,7 +281,7 @@ def main():
     for name, value in ((lfm2_fields if shape.dense else fields)(shape) | extra).items():
         add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
         add(f"{architecture}.{name}", value)
-    V = copy_tokenizer(writer, gguf.GGUFReader(args.vocabulary))
+    V = copy_tokenizer(writer, gguf.GGUFReader(args.vocabulary), args.tokens)
 
     add_random(writer, "token_embd_norm.weight" if shape.dense else "output_norm.weight", (shape.dim,), False)
     shapes_of = lfm2_shapes if shape.dense else layer_shapes

@@ -303,6 +303,17 @@ def avx2_numbers(page="docs/how-it-gets-fast.md"):
     yield from zip(sentence(page, text), [one[kind] for kind in ("decode", "prefill") for one in best], strict=True)
 
 
+def shadow_numbers(page="docs/how-it-gets-fast.md"):
+    gemma = results("shadow_cpu", page)["head"][-1]
+    needed = gemma["weight_bytes"] - (1 - gemma["mean_share"]) * gemma["head_bytes"] + gemma["shadow_bytes"]
+    values = [needed / 1e6, gemma["weight_bytes"] / 1e6]
+    values += [results(f"decode_shadow_{name}cpu", page)["ratios"][0]["decode"] for name in ("gemma_", "", "hybrid_")]
+    text = "reads # of # MB (2026-11-29, `benchmarks/results/shadow_cpu.json`), and decodes #x as fast; "
+    text += "the default model gains #x"
+    said = (*sentence(page, text), sentence(page, "with 248,320 tokens, gains #x"))
+    yield from zip(said, values, strict=True)
+
+
 def busy_numbers(page="docs/how-it-gets-fast.md"):
     case = results("busy_cpu", page)["cases"][1]  # one loop, on one of two processors
     runs = [case[who] for who in ("2 threads", "1 threads", "chosen")]
@@ -394,7 +405,7 @@ def experts_numbers(page="docs/experts.md"):
 
 NUMBERS = [decode_numbers, more_decode_numbers, avx2_numbers, ladder_numbers, busy_numbers, quantization_numbers]
 NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, question_numbers, hybrid_numbers]
-NUMBERS += [experts_numbers, serving_numbers, structured_numbers]
+NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers]
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

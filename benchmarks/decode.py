@@ -37,8 +37,8 @@ from load import choose_device, open_checkpoint
 from sources.wheels import default_gguf
 
 
-def transformers_contestant(args, source: str | None, device: torch.device) -> Callable[[], dict]:
-    """A function that returns the rates of transformers.
+def load_transformers(source: str | None, device: torch.device):
+    """The model of transformers in bf16. It decodes greedily, and no token ends its text.
 
     source: a GGUF file, a Hugging Face directory or a hub id.
     """
@@ -50,8 +50,13 @@ def transformers_contestant(args, source: str | None, device: torch.device) -> C
         source = str(Path(source).resolve())
         options["gguf_file"] = source
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=BF16, **options).to(device).eval()
-    # Greedy; no token ends the text.
     model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model
+
+
+def transformers_contestant(args, source: str | None, device: torch.device) -> Callable[[], dict]:
+    """A function that returns the rates of transformers. source: as in load_transformers."""
+    model = load_transformers(source, device)
 
     def generate_s(prompt: int, n: int) -> float:
         ids = (torch.arange(prompt, device=device) % 100).expand(args.rows, -1)

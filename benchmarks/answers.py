@@ -1,32 +1,42 @@
-"""The same requests under several conditions, by llama-server and transformers: for exactness.py.
+"""What exactness.py compares: the answers of each program to the same prompts, under several conditions.
 
-A program yields conditions (`Condition`), the first of which is its base run. Read down: Answers;
-prompts; servers; the peers' llama-server; transformers.
+A program yields its conditions (`Condition`), the first of which is the base run. Read down: Answers
+and prompts; our engine; servers, ours and the peers'; transformers.
 """
 
 import json
 import re
 import shlex
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import measure
 import torch
 from decode import load_transformers
-from measure import CPU, ROOT
+from measure import CPU, GREEDY, ROOT
 
+from checkpoint import Checkpoint
 from cli import UserError
+from compile import warm_up
+from engine import Engine, Request, generate
+from load import is_own_draft, load_engine, open_checkpoint
+from options import ModelOptions
+from server.api import ServedModel
 
 LENGTHS = (5, 11, 23, 48, 97, 180, 320, 600)  # of the prompts, in tokens
 ROWS = len(LENGTHS)
 THREADS = {"1 thread": 1, "2 threads": 2}
 K = 4  # proposed tokens: with a number that is tuned, a slow draft would never be verified
+CHUNK = 37  # tokens; no multiple of a kernel's tile
+APART = 3  # steps between requests that join one by one
+DRAFTS = {"prompt lookup": "prompt-lookup", "MTP": "mtp", "Medusa": "medusa", "int4-self": "int4-self"}
 ANSWER_S = 600.0  # the longest that an answer may take
 
 # ---------------------------------------------------------------- answers and prompts
@@ -76,6 +86,96 @@ def threads(n: int):
         torch.set_num_threads(before)
 
 
+# ---------------------------------------------------------------- our engine
+
+
+def answers_of(requests: list[Request], used: int | None = None) -> Answers:
+    if failed := [request.error for request in requests if request.error]:
+        raise UserError(f"a request failed: {failed[0]}")
+    logprobs = None
+    if requests[0].logprobs is not None:
+        logprobs = [[own for own, _ in request.token_logprobs] for request in requests]
+    return Answers([request.new_tokens for request in requests], logprobs, used)
+
+
+def run_alone(engine: Engine, prompts: list, new: int, warm: bool = False, logprobs: int | None = 0) -> Answers:
+    """Each prompt alone. warm: a prefix of it was read before."""
+    requests = []
+    for prompt in prompts:
+        engine.clear()
+        if warm and prefix(prompt):
+            generate(engine, [Request(prefix(prompt), GREEDY, 0)])
+        requests.append(Request(prompt, GREEDY, new, logprobs=logprobs))
+        generate(engine, requests[-1:])
+    return answers_of(requests, sum(request.cached_tokens for request in requests) if warm else None)
+
+
+def run_beside(engine: Engine, prompts: list, new: int, apart: int = 0) -> Answers:
+    """All prompts together. apart: the steps after which the next request joins."""
+    engine.clear()
+    requests = [Request(prompt, GREEDY, new, logprobs=0) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+        for _ in range(apart):
+            engine.step()
+    while engine.has_requests:
+        engine.step()
+    return answers_of(requests)
+
+
+def run_drafted(load: Callable[..., Engine], checkpoint: Checkpoint, draft: str, prompts: list, new: int) -> Answers:
+    """Each prompt alone, with a draft. UserError if the model cannot have it."""
+    if is_own_draft(checkpoint, ModelOptions(draft=[draft])):
+        raise UserError("the file would be the draft of its dequantized weights, which are another model")
+    engine = load(draft=[draft], speculate_k=K)
+    found = run_alone(engine, prompts, new)
+    counts = engine.decoding.draft_counts.values()
+    return replace(found, used=sum(count["proposed_tokens"] for count in counts))
+
+
+def run_compiled(load: Callable[..., Engine], prompts: list, new: int) -> Answers:
+    engine = load(compile=True, compile_prefill=True)
+    warm_up(engine, prompts[:1], random=False)
+    return run_alone(engine, prompts, new)
+
+
+def our_conditions(source: str, prompts: list, new: int, log: Path) -> Iterator[Condition]:
+    """What our engine and our server answer. log: a file for what the server prints."""
+    checkpoint = open_checkpoint(source)
+    length = max(map(len, prompts)) + new
+
+    def load(**options) -> Engine:
+        return load_engine(checkpoint, ModelOptions(**options), ROWS, length)
+
+    engine = load()
+    base = run_alone(engine, prompts, new)
+    yield "base", base
+    yield "again", run_alone(engine, prompts, new)
+    yield "without log-probabilities", run_alone(engine, prompts, new, logprobs=None)
+    yield "warm", run_alone(engine, prompts, new, warm=True)
+    yield "reread", reread(partial(run_alone, engine), base, prompts, new)
+    yield "beside seven others", run_beside(engine, prompts, new)
+    yield "joining one by one", run_beside(engine, prompts, new, APART)
+    default = engine.options
+    engine.options = replace(default, chunk_tokens=CHUNK, always_chunk=True)
+    yield "other chunks", run_alone(engine, prompts, new)
+    engine.options = default
+    engine.threads.fixed = True
+    for name, n in THREADS.items():
+        with threads(n):
+            yield name, run_alone(engine, prompts, new)
+    del engine  # before the next one is loaded
+
+    runs = {name: partial(run_drafted, load, checkpoint, draft) for name, draft in DRAFTS.items()}
+    runs["compiled"] = partial(run_compiled, load)
+    for name, run in runs.items():
+        try:
+            yield name, run(prompts, new)
+        except UserError as error:
+            yield name, str(error)
+    yield from our_server(source, checkpoint, base, prompts, new, log)
+
+
 # ---------------------------------------------------------------- servers
 
 
@@ -96,6 +196,29 @@ def post(port: int, path: str, body: dict) -> dict:
             return json.load(answer)
     except OSError as error:
         raise UserError(f"{path} failed: {error}") from None
+
+
+def our_server(
+    source: str, checkpoint: Checkpoint, base: Answers, prompts: list, new: int, log: Path
+) -> Iterator[Condition]:
+    """What our server answers. It gives the texts of tokens: a text that is not the base's becomes the id -1."""
+    length = max(map(len, prompts)) + new
+    served = ServedModel(checkpoint.config, checkpoint.tokenizer_files, "", length)
+    body = {"max_tokens": new, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+    def ask(port: int, prompt: list[int]) -> dict:
+        return post(port, "/v1/completions", body | {"prompt": prompt})["choices"][0]["logprobs"]
+
+    def ids_of(texts: list[str], ids: list[int]) -> list[int]:
+        return [i if served.token_text(i) == text else -1 for text, i in zip(texts, ids)]
+
+    command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", source]
+    with running([*command, "--max_batch_size", ROWS, "--max_seq_length", length], log) as port:
+        for name, workers in {"over HTTP": 1, "over HTTP, all at once": ROWS}.items():
+            with ThreadPoolExecutor(workers) as pool:
+                found = list(pool.map(partial(ask, port), prompts))
+            tokens = [ids_of(one["tokens"], ids) for one, ids in zip(found, base.tokens)]
+            yield name, Answers(tokens, [one["token_logprobs"] for one in found])
 
 
 def spec_types(program: Path) -> list[str]:

@@ -22,46 +22,22 @@ A cell is "same", or says where the first token or log-probability ("bits") diff
 prompts. "not used" means that nothing was reused or proposed. The cost is the time of our steps
 divided by their time without the promise; there is no version without it yet ("-").
 
-Read down: the comparison; our engine; our server; the table. The peers are in answers.py.
+Read down: the comparison; the table. What each program answers is in answers.py.
 """
 
-import sys
+import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import measure
-from answers import (
-    ROWS,
-    THREADS,
-    Answers,
-    Condition,
-    K,
-    page_prompts,
-    peer_conditions,
-    post,
-    prefix,
-    reread,
-    running,
-    threads,
-    transformers_conditions,
-)
-from measure import GREEDY, PEERS, ROOT, WITH_FILE
+from answers import Answers, Condition, our_conditions, page_prompts, peer_conditions, transformers_conditions
+from measure import PEERS, WITH_FILE
 
-from checkpoint import Checkpoint, is_ours
-from cli import UserError, print_status, run_command
-from compile import warm_up
-from engine import Engine, Request, common_prefix_length, generate
-from load import is_own_draft, load_engine, open_checkpoint
-from options import ModelOptions
-from server.api import ServedModel
-
-CHUNK = 37  # tokens; no multiple of a kernel's tile
-APART = 3  # steps between requests that join one by one
-DRAFTS = {"prompt lookup": "prompt-lookup", "MTP": "mtp", "Medusa": "medusa", "int4-self": "int4-self"}
+from checkpoint import is_ours
+from cli import print_status, run_command
+from engine import common_prefix_length
+from load import open_checkpoint
 
 # ---------------------------------------------------------------- the comparison
 
@@ -81,7 +57,7 @@ def bits(logprobs: list[list[float]]) -> list[list[str]]:
 def compare(base: Answers, answers: Answers | str) -> dict:
     """The differences of a condition from the base run. answers: a text says why it is left out."""
     if isinstance(answers, str):
-        return {"left_out": answers}
+        return {"left_out": re.sub(r"/\S+/", "", answers)}  # without folders, which say nothing elsewhere
     found = {"prompts": len(base.tokens), "used": answers.used, "logprobs": None}
     found["tokens"] = difference(base.tokens, answers.tokens)
     if base.logprobs is not None and answers.logprobs is not None:
@@ -113,119 +89,6 @@ def cell(found: dict) -> str:
     if found["used"] == 0:
         words.append("(not used)")
     return " ".join(words)
-
-
-# ---------------------------------------------------------------- our engine
-
-
-def answers_of(requests: list[Request], used: int | None = None) -> Answers:
-    if failed := [request.error for request in requests if request.error]:
-        raise UserError(f"a request failed: {failed[0]}")
-    logprobs = None
-    if requests[0].logprobs is not None:
-        logprobs = [[own for own, _ in request.token_logprobs] for request in requests]
-    return Answers([request.new_tokens for request in requests], logprobs, used)
-
-
-def run_alone(engine: Engine, prompts: list, new: int, warm: bool = False, logprobs: int | None = 0) -> Answers:
-    """Each prompt alone. warm: a prefix of it was read before."""
-    requests = []
-    for prompt in prompts:
-        engine.clear()
-        if warm and prefix(prompt):
-            generate(engine, [Request(prefix(prompt), GREEDY, 0)])
-        requests.append(Request(prompt, GREEDY, new, logprobs=logprobs))
-        generate(engine, requests[-1:])
-    return answers_of(requests, sum(request.cached_tokens for request in requests) if warm else None)
-
-
-def run_beside(engine: Engine, prompts: list, new: int, apart: int = 0) -> Answers:
-    """All prompts together. apart: the steps after which the next request joins."""
-    engine.clear()
-    requests = [Request(prompt, GREEDY, new, logprobs=0) for prompt in prompts]
-    for request in requests:
-        engine.add(request)
-        for _ in range(apart):
-            engine.step()
-    while engine.has_requests:
-        engine.step()
-    return answers_of(requests)
-
-
-def run_drafted(load: Callable[..., Engine], checkpoint: Checkpoint, draft: str, prompts: list, new: int) -> Answers:
-    """Each prompt alone, with a draft. UserError if the model cannot have it."""
-    if is_own_draft(checkpoint, ModelOptions(draft=[draft])):
-        raise UserError("the file would be the draft of its dequantized weights, which are another model")
-    engine = load(draft=[draft], speculate_k=K)
-    found = run_alone(engine, prompts, new)
-    counts = engine.decoding.draft_counts.values()
-    return replace(found, used=sum(count["proposed_tokens"] for count in counts))
-
-
-def run_compiled(load: Callable[..., Engine], prompts: list, new: int) -> Answers:
-    engine = load(compile=True, compile_prefill=True)
-    warm_up(engine, prompts[:1], random=False)
-    return run_alone(engine, prompts, new)
-
-
-def our_conditions(source: str, prompts: list, new: int, log: Path) -> Iterator[Condition]:
-    """What our engine and our server answer. log: a file for what the server prints."""
-    checkpoint = open_checkpoint(source)
-    length = max(map(len, prompts)) + new
-
-    def load(**options) -> Engine:
-        return load_engine(checkpoint, ModelOptions(**options), ROWS, length)
-
-    engine = load()
-    base = run_alone(engine, prompts, new)
-    yield "base", base
-    yield "again", run_alone(engine, prompts, new)
-    yield "without log-probabilities", run_alone(engine, prompts, new, logprobs=None)
-    yield "warm", run_alone(engine, prompts, new, warm=True)
-    yield "reread", reread(partial(run_alone, engine), base, prompts, new)
-    yield "beside seven others", run_beside(engine, prompts, new)
-    yield "joining one by one", run_beside(engine, prompts, new, APART)
-    default = engine.options
-    engine.options = replace(default, chunk_tokens=CHUNK, always_chunk=True)
-    yield "other chunks", run_alone(engine, prompts, new)
-    engine.options = default
-    engine.threads.fixed = True
-    for name, n in THREADS.items():
-        with threads(n):
-            yield name, run_alone(engine, prompts, new)
-    del engine  # before the next one is loaded
-
-    runs = {name: partial(run_drafted, load, checkpoint, draft) for name, draft in DRAFTS.items()}
-    runs["compiled"] = partial(run_compiled, load)
-    for name, run in runs.items():
-        try:
-            yield name, run(prompts, new)
-        except UserError as error:
-            yield name, str(error)
-    yield from our_server(source, checkpoint, base, prompts, new, log)
-
-
-def our_server(
-    source: str, checkpoint: Checkpoint, base: Answers, prompts: list, new: int, log: Path
-) -> Iterator[Condition]:
-    """What our server answers. It gives the texts of tokens: a text that is not the base's becomes the id -1."""
-    length = max(map(len, prompts)) + new
-    served = ServedModel(checkpoint.config, checkpoint.tokenizer_files, "", length)
-    body = {"max_tokens": new, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-
-    def ask(port: int, prompt: list[int]) -> dict:
-        return post(port, "/v1/completions", body | {"prompt": prompt})["choices"][0]["logprobs"]
-
-    def ids_of(texts: list[str], ids: list[int]) -> list[int]:
-        return [i if served.token_text(i) == text else -1 for text, i in zip(texts, ids)]
-
-    command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", source]
-    with running([*command, "--max_batch_size", ROWS, "--max_seq_length", length], log) as port:
-        for name, workers in {"over HTTP": 1, "over HTTP, all at once": ROWS}.items():
-            with ThreadPoolExecutor(workers) as pool:
-                found = list(pool.map(partial(ask, port), prompts))
-            tokens = [ids_of(one["tokens"], ids) for one, ids in zip(found, base.tokens)]
-            yield name, Answers(tokens, [one["token_logprobs"] for one in found])
 
 
 # ---------------------------------------------------------------- the table

@@ -230,8 +230,11 @@ def spec_types(program: Path) -> list[str]:
     return sorted(set(re.findall(r"\bngram-[a-z0-9]+(?:-[a-z0-9]+)*\b", text)), key=text.index)
 
 
-def ask_peer(port: int, prompts: list, new: int, warm: bool = False, workers: int = 1) -> Answers:
-    """All prompts, `workers` at a time. warm: a prefix of each is read before it."""
+def ask_peer(port: int, prompts: list, new: int, warm: bool = False, workers: int = 1, drafts: bool = False) -> Answers:
+    """All prompts, `workers` at a time.
+
+    warm: a prefix of each is read before it. drafts: whether the server speculates.
+    """
     body = {"n_predict": new, "temperature": 0, "repeat_penalty": 1.0, "ignore_eos": True, "n_probs": 1}
     body |= {"return_tokens": True, "cache_prompt": warm}
     if workers == 1:
@@ -254,6 +257,8 @@ def ask_peer(port: int, prompts: list, new: int, warm: bool = False, workers: in
     timings = [answer["timings"] for answer in answers]
     if warm:
         used = sum(len(prompt) - one["prompt_n"] for prompt, one in zip(prompts, timings))
+    if drafts:  # the field is missing if nothing was proposed
+        used = sum(one.get("draft_n", 0) for one in timings)
     return Answers(tokens, logprobs, used)
 
 
@@ -282,7 +287,7 @@ def peer_conditions(program: Path, options: str, gguf: Path, prompts: list, new:
     for name, variant in variants.items():
         try:
             with running(variant, log) as port:
-                yield name, ask_peer(port, prompts, new)
+                yield name, ask_peer(port, prompts, new, drafts="--spec-type" in variant)
         except UserError as error:
             yield name, str(error)
 

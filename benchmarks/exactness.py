@@ -31,11 +31,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import measure
-from answers import Answers, Condition, our_conditions, page_prompts, peer_conditions, transformers_conditions
+from answers import LENGTHS, Answers, Condition, our_conditions, page_prompts, peer_conditions, transformers_conditions
 from measure import PEERS, WITH_FILE
 
-from checkpoint import is_ours
-from cli import print_status, run_command
+from checkpoint import Checkpoint, is_ours
+from cli import UserError, print_status, run_command
 from engine import common_prefix_length
 from load import open_checkpoint
 
@@ -94,20 +94,22 @@ def cell(found: dict) -> str:
 # ---------------------------------------------------------------- the table
 
 
-def programs(args, source: str | None, prompts: list, log: Path) -> Iterator[tuple[str, Iterator[Condition]]]:
+def programs(args, source: str | None, checkpoint: Checkpoint, log: Path) -> Iterator[tuple[str, Iterator[Condition]]]:
     """The name of each program that runs a model, and its conditions."""
+    prompts = page_prompts(checkpoint.tokenizer.encode)
+    new = args.new_tokens
+    file = checkpoint.path
     for format in args.formats:
         path = measure.quantized(source, format)
-        yield f"fastpath {format}", our_conditions(str(path), prompts, args.new_tokens, log)
-    gguf = measure.quantized(source, "file")
+        yield f"fastpath {format}", our_conditions(str(path), prompts, new, log)
     for name, program in measure.peer_programs(args, "server").items():
         options = getattr(args, f"{PEERS[name].prefix}_options")
-        if gguf.suffix == ".gguf":
-            yield name, peer_conditions(program, options, gguf, prompts, args.new_tokens, log)
+        if file.suffix == ".gguf":
+            yield name, peer_conditions(program, options, file, prompts, new, log)
         else:
-            print_status(f"{name} is left out: {gguf.name} is not a GGUF file")
-    if args.transformers and not (gguf.is_dir() and is_ours(gguf)):
-        yield "transformers bf16", transformers_conditions(source, prompts, args.new_tokens)
+            print_status(f"{name} is left out: {file.name} is not a GGUF file")
+    if args.transformers and not (file.is_dir() and is_ours(file)):
+        yield "transformers bf16", transformers_conditions(str(file), prompts, new)
 
 
 def print_columns(columns: list[dict]):
@@ -135,17 +137,21 @@ def main():
     add("--transformers", action="store_true", help="also transformers, in bf16")
     args = parser.parse_args()
 
+    checkpoints = {source: open_checkpoint(source) for source in args.models or [args.checkpoint_path]}
     columns = []
     with tempfile.TemporaryDirectory() as folder:
-        for source in args.models or [args.checkpoint_path]:
-            checkpoint = open_checkpoint(source)
-            prompts = page_prompts(checkpoint.tokenizer.encode)
-            for program, conditions in programs(args, source, prompts, Path(folder) / "server.log"):
+        for source, checkpoint in checkpoints.items():
+            for program, conditions in programs(args, source, checkpoint, Path(folder) / "server.log"):
                 print_status(f"{program}, {checkpoint.name}")
+                try:
+                    compared = compare_all(conditions)
+                except UserError as error:  # a peer does not know the model, for example
+                    print_status(f"{program} is left out: {error}")
+                    continue
                 column = {"program": program, "model": checkpoint.name, "cost": None}
-                columns.append(column | {"conditions": compare_all(conditions)})
-                about = {"prompt_tokens": [len(prompt) for prompt in prompts], "new_tokens": args.new_tokens}
-                measure.save("exactness", about | {"columns": columns}, args.out)
+                columns.append(column | {"conditions": compared})
+                about = {"prompt_tokens": LENGTHS, "new_tokens": args.new_tokens, "columns": columns}
+                measure.save("exactness", about, args.out)
     print_columns(columns)
 
 

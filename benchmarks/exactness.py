@@ -19,25 +19,33 @@ are named (--llama_server, --ik_llama_server, --transformers) are compared with 
   over HTTP                    from a server with its default options, one by one and all at once
 
 A cell is "same", or says where the first token or log-probability ("bits") differs, and in how many
-prompts. "not used" means that nothing was reused or proposed. The cost is the time of our steps
-divided by their time without the promise; there is no version without it yet ("-").
+prompts. "not used" means that nothing was reused or proposed.
 
-Read down: the comparison; the table. What each program answers is in answers.py.
+The price of the promise (--price) is what our steps take, divided by the time of a version that is
+free to add in any order: the same weights in bf16, whose prefill oneDNN computes, or plain PyTorch.
+Below 1, the promise costs nothing that these could give back. Decode reads fewer bytes than bf16 does,
+so only passes of many tokens, which arithmetic limits, are compared.
+
+Read down: the comparison; the price; the table. What each program answers is in answers.py.
 """
 
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import measure
+import torch
 from answers import LENGTHS, Answers, Condition, our_conditions, page_prompts, peer_conditions, transformers_conditions
 from measure import PEERS, WITH_FILE
 
 from checkpoint import Checkpoint, is_ours
 from cli import UserError, print_status, run_command
-from engine import common_prefix_length
-from load import open_checkpoint
+from engine import Engine, Request, common_prefix_length, generate
+from load import load_engine, open_checkpoint
+from options import ModelOptions
 
 # ---------------------------------------------------------------- the comparison
 
@@ -91,6 +99,31 @@ def cell(found: dict) -> str:
     return " ".join(words)
 
 
+# ---------------------------------------------------------------- the price
+
+FREE = {"bf16": {"dequantize": True}, "plain PyTorch": {"dequantize": True, "kernels": "torch"}}
+
+
+def prefill_s(engine: Engine, tokens: int) -> float:
+    """The seconds of a step that reads a prompt and makes one token."""
+    engine.clear()
+    prompt = torch.randint(300, 4000, (tokens,)).tolist()
+    return measure.seconds(partial(generate, engine, [Request(prompt, measure.GREEDY, 1)]))
+
+
+def prices(checkpoint: Checkpoint, rounds: int) -> dict[str, dict]:
+    """For each number of tokens, the time of our prefill divided by that of the fastest version of FREE."""
+    names = {"promise": {}} | FREE
+    engines = {name: load_engine(checkpoint, ModelOptions(**options), 1, 1024) for name, options in names.items()}
+    found = {}
+    for tokens in (64, 512):
+        work = {name: partial(prefill_s, engine, tokens) for name, engine in engines.items()}
+        times = measure.take_turns(work, rounds)
+        best = min(FREE, key=lambda name: median(times[name]))
+        found[f"prefill of {tokens}"] = {"free": best} | measure.ratio("price", times["promise"], times[best])
+    return found
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -113,21 +146,22 @@ def programs(args, source: str | None, checkpoint: Checkpoint, log: Path) -> Ite
 
 
 def print_columns(columns: list[dict]):
-    """A row for each condition, a column for each program and model, and the cost of the promise."""
-    names = dict.fromkeys(name for column in columns for name in column["conditions"])
-    rows = []
-    for name in names:
-        row = {"condition": name, "cost": "-"}
-        for column in columns:
-            if name in column["conditions"]:
-                row[f"{column['program']}, {column['model']}"] = cell(column["conditions"][name])
-        rows.append(row)
+    """A row for each condition, first those in which we differ, and a column for each program and model."""
+    rows = {name: {"condition": name} for column in columns for name in column["conditions"]}
+    for column in columns:
+        for name, found in column["conditions"].items():
+            rows[name][f"{column['program']}, {column['model']}"] = cell(found)
     titles = [f"{column['program']}, {column['model']}" for column in columns]
-    measure.print_table(rows, dict.fromkeys(["condition", *titles, "cost"], ""))
+    ours = [title for title in titles if title.startswith("fastpath")]
+
+    def all_same(row: dict) -> bool:
+        return all(row.get(title, "same").startswith(("same", "left out")) for title in ours)
+
+    measure.print_table(sorted(rows.values(), key=all_same), dict.fromkeys(["condition", *titles], ""))
 
 
 def main():
-    parser = measure.make_parser(__doc__, {"--new_tokens": 64})
+    parser = measure.make_parser(__doc__, {"--new_tokens": 64, "--rounds": 5})
     add = parser.add_argument
     add("--models", nargs="+", help="several models, each as for --checkpoint_path")
     add("--formats", nargs="+", choices=WITH_FILE, default=["file"], help="of our weights (file: the model's own)")
@@ -135,10 +169,12 @@ def main():
         add(f"--{peer.prefix}_server", metavar="PROGRAM", type=Path, help=f"{name}'s llama-server")
         add(f"--{peer.prefix}_options", metavar="OPTIONS", default="", help="more options for it")
     add("--transformers", action="store_true", help="also transformers, in bf16")
+    add("--price", action="store_true", help="also measure what the promise costs")
     args = parser.parse_args()
 
     checkpoints = {source: open_checkpoint(source) for source in args.models or [args.checkpoint_path]}
     columns = []
+    about = {"prompt_tokens": LENGTHS, "new_tokens": args.new_tokens, "columns": columns, "prices": {}}
     with tempfile.TemporaryDirectory() as folder:
         for source, checkpoint in checkpoints.items():
             for program, conditions in programs(args, source, checkpoint, Path(folder) / "server.log"):
@@ -148,11 +184,17 @@ def main():
                 except UserError as error:  # a peer does not know the model, for example
                     print_status(f"{program} is left out: {error}")
                     continue
-                column = {"program": program, "model": checkpoint.name, "cost": None}
-                columns.append(column | {"conditions": compared})
-                about = {"prompt_tokens": LENGTHS, "new_tokens": args.new_tokens, "columns": columns}
+                columns.append({"program": program, "model": checkpoint.name, "conditions": compared})
+                measure.save("exactness", about, args.out)
+            if args.price:
+                about["prices"][checkpoint.name] = prices(checkpoint, args.rounds)
                 measure.save("exactness", about, args.out)
     print_columns(columns)
+    for model, found in about["prices"].items():
+        measure.print_table(
+            [{"model": model, "pass": name} | one for name, one in found.items()],
+            {"model": "", "pass": "", "free": "", "price": ".2f", "price_spread": ".2f"},
+        )
 
 
 if __name__ == "__main__":

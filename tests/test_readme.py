@@ -264,7 +264,7 @@ def decode_numbers(page="README.md"):
 
 
 def more_decode_numbers(page="docs/how-it-gets-fast.md"):
-    best = best_ratios(results("decode_cpu", page))
+    best = best_ratios(results("decode_135m_cpu", page))
     formats = [best["SmolLM2-135M-Instruct", f"fastpath eager {name}"] for name in ("bf16", "int8")]
     values = [one[kind] for kind in ("decode", "prefill") for one in formats]
     text = "decode is #x of the best peer in bf16, and #x in int8; prefill is #x and #x"

@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -147,16 +148,27 @@ def random_layer(format: str, N: int, C: int, device: torch.device) -> nn.Module
     return layer
 
 
+def random_layers(format: str, N: int, C: int, device: torch.device) -> list:
+    """As many layers of random numbers as `copies` says."""
+    first = random_layer(format, N, C, device)
+    size = sum(tensor.nbytes for tensor in first.state_dict().values())
+    return [first] + [random_layer(format, N, C, device) for _ in range(copies(size, device) - 1)]
+
+
+def packed(layers: list, format: str) -> list:
+    """The same layers, with the weights as the kernels read them."""
+    return layers if format == "bf16" else [kt.PackedLinear(layer) for layer in layers]
+
+
 def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
     def multiply(layer, x):
         return layer(x)
 
     for format, (name, (N, C)) in itertools.product(FORMATS, sizes["products"].items()):
         print_status(f"{format} {name}")
-        plains = [random_layer(format, N, C, device)]
+        plains = random_layers(format, N, C, device)
         size = sum(tensor.nbytes for tensor in plains[0].state_dict().values())
-        plains += [random_layer(format, N, C, device) for _ in range(copies(size, device) - 1)]
-        ours = plains if format == "bf16" else [kt.PackedLinear(layer) for layer in plains]
+        ours = packed(plains, format)
         gated = name == "gate_up"  # ours with SwiGLU, as a model has it; torch's without
         if tuning:
             tune(ours, format, N, C, gated, device)
@@ -173,17 +185,26 @@ def products(sizes: dict, device: torch.device, tuning: bool) -> Iterator[dict]:
             yield row
 
 
-def tune(layers: list, format: str, N: int, C: int, gated: bool, device: torch.device):
-    """Store the fastest tiles of SPACE for one row.
+def tune(
+    layers: list, format: str, N: int, C: int, gated: bool, device: torch.device, limit_s: float = float("inf")
+) -> dict:
+    """Store the fastest tiles of SPACE for one row, and return how many were tried, and what was gained.
 
-    The kernels use them for all numbers of rows up to 16.
+    The kernels use them for all numbers of rows up to 16. The tiles of the fixed rule are tried
+    first, and then those that differ from them least. After limit_s seconds no more are tried.
     """
     x = randn(1, C, device=device)
     calls = [partial(kt.apply_linear, layer, x, gated=gated) for layer in layers]
+    rows = N // 2 if gated else N
+    rule = kt.default_tiles(BITS[format][0], rows, C, kt.multiprocessors(device))
     space = SPACE if device.type == "cuda" else SPACE[::40]
+    space = [rule] + sorted(space, key=lambda tiles: sum(tiles[name] != rule[name] for name in rule))
     choose_tiles = kt.choose_tiles
     times = []
+    start = time.monotonic()
     for tiles in space:
+        if times and time.monotonic() - start > limit_s:
+            break
         kt.choose_tiles = lambda *shape, tiles=tiles: tiles
         try:
             times.append(seconds(calls))
@@ -195,10 +216,12 @@ def tune(layers: list, format: str, N: int, C: int, gated: bool, device: torch.d
 
     path = kt.tuning_file(device)
     known = json.loads(path.read_text()) if path.exists() else {}
-    known[kt.tile_key(*BITS[format], N // 2 if gated else N, C, gated)] = space[times.index(min(times))]
+    best = space[times.index(min(times))]
+    known[kt.tile_key(*BITS[format], rows, C, gated)] = best
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1))
     kt.tuned_tiles.cache_clear()
+    return {"tried": len(times), "tiles": best, "best_s": min(times), "rule_s": times[0]}
 
 
 # ---------------------------------------------------------------- attention
@@ -247,7 +270,13 @@ def prefill_attention(sizes: dict, device: torch.device) -> Iterator[dict]:
 
 
 def random_model(config: Config, device: torch.device, format: str, kernels: bool) -> Transformer:
-    """A model of random weights, in bf16 or quantized in groups of 32 with an int8 head."""
+    """A model of random weights, in bf16 or quantized in groups of 32 with an int8 head.
+
+    Memory of models that are not used any more is freed first.
+    """
+    torch.compiler.reset()  # frees CUDA graphs, and forgets sizes of caches of other lengths
+    gc.collect()
+    torch.cuda.empty_cache()
     with torch.device("meta"):
         model = Transformer(config).to(BF16)
     if format != "bf16":
@@ -259,23 +288,14 @@ def random_model(config: Config, device: torch.device, format: str, kernels: boo
     return model
 
 
-def decode_step(config: Config, device: torch.device, format: str, who: str, context: int, steps: int) -> dict:
-    """Time and bytes of one decode step, as fields of a row. Without enough memory it is empty."""
-    torch.compiler.reset()  # frees CUDA graphs, and forgets sizes of caches of other lengths
-    gc.collect()
-    torch.cuda.empty_cache()
+def decode_step(model: Transformer, context: int, steps: int, compiled: bool) -> dict:
+    """Time and bytes of one decode step."""
     positions = -(-(context + steps + 1) // 512) * 512
-
-    try:
-        model = random_model(config, device, format, kernels=who == "ours")
-        engine = Engine(model, 1, positions, compiled_steps(device.type == "cuda", False))
-        # The warm-up round compiles, and records a CUDA graph.
-        turns = {who: lambda: measure.time_decode(engine, context, steps).decode_s / steps}
-        step_s = median(measure.take_turns(turns, 3)[who])
-    except torch.OutOfMemoryError:
-        print_status("left out: too little memory")
-        return {}
-    return {f"{who}_s": step_s, "bytes": weight_bytes(model, 1) + engine.timing.kv_bytes / steps}
+    engine = Engine(model, 1, positions, compiled_steps(compiled, False))
+    # The warm-up round compiles, and records a CUDA graph.
+    turns = {"": lambda: measure.time_decode(engine, context, steps).decode_s / steps}
+    step_s = median(measure.take_turns(turns, 3)[""])
+    return {"step_s": step_s, "bytes": weight_bytes(model, 1) + engine.timing.kv_bytes / steps}
 
 
 def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
@@ -283,7 +303,14 @@ def decode(sizes: dict, device: torch.device) -> Iterator[dict]:
         row = {"name": f"{name} {format} at {context}", "rows": 1}
         for who in ("ours", "torch"):
             print_status(f"{row['name']}, {who}")
-            row |= decode_step(config, device, format, who, context, sizes["steps"])
+            is_gpu = device.type == "cuda"
+            try:
+                # No name holds a model, so that its memory is free for the next.
+                step = decode_step(random_model(config, device, format, who == "ours"), context, sizes["steps"], is_gpu)
+            except torch.OutOfMemoryError:
+                print_status("left out: too little memory")
+                continue
+            row |= {f"{who}_s": step["step_s"], "bytes": step["bytes"]}
         yield row
 
 

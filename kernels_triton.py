@@ -1123,8 +1123,7 @@ def tuning_file(device: torch.device) -> Path:
 
 @functools.cache
 def tuned_tiles(device: torch.device) -> dict:
-    """The results of benchmarks/gpu_kernels.py --tune on this device, by tile_key. The file is read
-    once."""
+    """The tiles that benchmarks/gpu.py has found on this device, by tile_key. The file is read once."""
     try:
         return json.loads(tuning_file(device).read_text())
     except (OSError, ValueError, RuntimeError):

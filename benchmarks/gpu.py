@@ -3,28 +3,27 @@
     python benchmarks/gpu.py [--minutes 10] [--out JSON] [--write_page]
     python benchmarks/gpu.py --smoke        # without a GPU: tiny sizes in Triton's interpreter
 
-Each part is a process of its own. Whatever fails in it, even if it crashes, is reported, and the
-others go on. The JSON file is written after each part. What a part leaves of its time, the next get.
+Each part is a process of its own. What fails in it, even by a crash, is reported, and the others go
+on. What a part leaves of its time, the next ones get. The JSON file is written after each part.
 
-environment the GPU, the versions, and what it can do: bytes per second of a copy (read plus
-            written), FLOPs per second of a large product in bfloat16
+environment the GPU, and what it can do: bytes per second of a copy (read plus written), FLOPs per
+            second of a large product in bfloat16
 tests       the kernels' tests. If one fails, the output of pytest is kept beside the JSON file
-tuning      tiles for each product. The fastest are stored where the kernels look for them, and are
-            in the JSON file. A second run tries more, because what was compiled is kept
+tuning      the tiles of each product. The fastest are stored where the kernels look for them. A
+            second run tries more, because Triton keeps what was compiled
 kernels     attention of one token over 1k to 128k live positions of a cache of 131072, and of a
             prompt (torch: SDPA over the live positions); all products of the models for 1, 4 and
             16 rows (torch: the same layer, compiled)
-models      decode steps of one row at 0, 8k and 32k positions, and prefill, of whole models with
-            random weights; at last decode steps without our kernels
+models      decode steps of one row at 0, 8k and 32k positions, and prefill, of models with random
+            weights; then decode steps without our kernels
 
-A share is bytes or FLOPs per second divided by what the GPU can do. The bytes are those of weights
-and of live keys and values. The time of a kernel is the median of several replays of a CUDA graph
-of calls on different copies of the weights or caches. Together the copies are four times as large
-as the L2 cache, so that all data comes from memory.
+A share is bytes (of weights and of live keys and values) or FLOPs per second divided by what the GPU
+can do. The time of a kernel is the median of replays of a CUDA graph of calls on copies of the
+weights or caches, which are four times as large as the L2 cache: all data comes from memory.
 """
 
 import argparse
-import datetime
+import copy
 import gc
 import io
 import itertools
@@ -39,11 +38,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from unittest import mock
 
 START = time.time()
 SMOKE = "--smoke" in sys.argv
@@ -53,7 +53,6 @@ if SMOKE:
 import measure
 import torch
 from measure import BF16, GREEDY, ROOT
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as SDPA
 
 try:
@@ -65,11 +64,12 @@ except ModuleNotFoundError:
 import kernels_triton as kt
 from cli import UserError, first_line, print_status, printable, run_command
 from compile import compiled_steps
-from config import Config, RopeScaling
+from config import Config
 from costs import roofline, weight_bytes
 from engine import Engine, Request, generate
-from formats import Quantization, QuantizedLinear, Scheme, swap
-from kernels import without_kernels
+from formats import Quantization, QuantizedLinear, swap
+from kernels import KERNELS
+from layers import MatrixLayer
 from load import install_kernels
 from model import Transformer
 
@@ -78,13 +78,10 @@ SHARES = {"environment": 1, "tests": 6, "tuning": 3, "kernels": 3, "models": 7} 
 TESTS = ["tests/test_kernels_triton.py", "tests/test_sampling.py::test_triton_draws_what_the_reference_draws"]
 PAGE = ROOT / "docs" / "gpus.md"
 MARKS = ("<!-- measured -->", "<!-- end of what was measured -->")
-BITS = {"bf16": (16, 0), "int8": (8, 32), "int4": (4, 32)}  # bits, groupsize
-LLAMA31 = RopeScaling("llama3", 8.0, 8192)
-LLAMA32 = RopeScaling("llama3", 32.0, 8192)
 CONFIGS = {  # layers  H  K   E    D     F      V      context
-    "Llama-3.2-1B": Config(16, 32, 8, 64, 2048, 8192, 128256, 131072, 1e-5, 5e5, LLAMA32, tied_embeddings=True),
-    "Llama-3.1-8B": Config(32, 32, 8, 128, 4096, 14336, 128256, 131072, 1e-5, 5e5, LLAMA31),
-    "tiny": Config(2, 6, 3, 10, 44, 76, 131, 64, 1e-5, 5e5, LLAMA31),
+    "Llama-3.2-1B": Config(16, 32, 8, 64, 2048, 8192, 128256, 131072, 1e-5, tied_embeddings=True),
+    "Llama-3.1-8B": Config(32, 32, 8, 128, 4096, 14336, 128256, 131072, 1e-5),
+    "tiny": Config(2, 6, 3, 10, 44, 76, 131, 64, 1e-5),
 }
 SIZES = {
     "models": (("Llama-3.1-8B", "bf16"), ("Llama-3.1-8B", "int8"), ("Llama-3.1-8B", "int4"), ("Llama-3.2-1B", "bf16")),
@@ -105,9 +102,6 @@ if SMOKE:
     }  # fmt: skip
     SPACE = SPACE[::40]
     kt.SPLITS = tl.constexpr(4)  # 64 programs that are mostly idle take seconds
-
-# What a part measures: names, and functions that yield fields of the row of that name, such as s and bytes.
-Works = dict[str, Callable[[], Iterator[dict]]]
 
 
 def seconds(calls: list[Callable]) -> float:
@@ -138,8 +132,13 @@ def fill(tensors):
             tensor.random_()
 
 
-def environment(until: float) -> Works:
-    return {"environment": measure_device}
+def empty_model(config: Config, format: str) -> Transformer:
+    """A model on the meta device, in bf16 or quantized in groups of 32 with an int8 head."""
+    with torch.device("meta"):
+        model = Transformer(config).to(BF16)
+    if format != "bf16":
+        swap(model, Quantization(format, 32, "int8").scheme)
+    return model
 
 
 def measure_device() -> Iterator[dict]:
@@ -149,7 +148,8 @@ def measure_device() -> Iterator[dict]:
     x = randn(SIZES["square"], SIZES["square"])
     yield {"flops_per_s": 2 * len(x) ** 3 / seconds([partial(torch.matmul, x, x)])}
     if not SMOKE:
-        yield {"gpu": str(torch.cuda.get_device_properties(DEVICE))}
+        properties = torch.cuda.get_device_properties(DEVICE)
+        yield {"multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory}
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         yield {"driver": subprocess.run(command, capture_output=True, text=True).stdout.strip()}
 
@@ -157,57 +157,37 @@ def measure_device() -> Iterator[dict]:
 # ---------------------------------------------------------------- products
 
 
-class Product(NamedTuple):
-    """A product with few rows of activations and a matrix (N,C)."""
-
-    format: str
-    N: int
-    C: int
-    gated: bool = False  # ours with SwiGLU, as a model has it; torch's without
-
-
-def all_products() -> dict[str, Product]:
-    """The different products of the models, by name."""
+def all_products() -> dict[str, MatrixLayer]:
+    """The different matrices of the models, on the meta device, by name."""
     found = {}
     for name, format in SIZES["models"]:
-        config = CONFIGS[name]
-        H, K, E = config.heads
-        D = config.dim
-        layers = {"qkv": Product(format, (H + 2 * K) * E, D), "out": Product(format, D, H * E)}
-        layers["gate_up"] = Product(format, 2 * config.hidden_dim, D, gated=True)
-        layers["down"] = Product(format, D, config.hidden_dim)
-        layers["head"] = Product(format.replace("int4", "int8"), config.vocab_size, D)
-        found |= {f"{product.format} {layer} {product.C}x{product.N}": product for layer, product in layers.items()}
+        model = empty_model(replace(CONFIGS[name], n_layer=1, tied_embeddings=False), format)
+        for kind, layer in zip(("qkv", "out", "gate_up", "down", "head"), [*model.blocks[0].linears, model.output]):
+            found[f"{layer.stored_as or 'bf16'} {kind} {layer.in_features}x{layer.out_features}"] = layer
     return found
 
 
-def random_layers(product: Product) -> tuple[list[nn.Module], int]:
-    """As many layers of random numbers as `copies` says, each an nn.Linear or QuantizedLinear; and the bytes of one."""
-    format, N, C, _ = product
+def random_layers(empty: MatrixLayer) -> tuple[list[MatrixLayer], int]:
+    """As many layers of random numbers as `copies` says, and the bytes of one."""
     layers = []
-    size = 0
-    while not layers or len(layers) < copies(size):
-        with torch.device(DEVICE):
-            if format == "bf16":
-                layer = nn.Linear(C, N, False, dtype=BF16).requires_grad_(False)
-            else:
-                layer = QuantizedLinear(C, N, False, Scheme(format, BITS[format][1]))
-        fill(layer.state_dict().values())
-        size = sum(tensor.nbytes for tensor in layer.state_dict().values())
-        layers.append(layer)
+    size = sum(tensor.nbytes for tensor in empty.state_dict().values())
+    for _ in range(copies(size)):
+        layers.append(copy.deepcopy(empty).to_empty(device=DEVICE))
+        fill(layers[-1].state_dict().values())
     return layers, size
 
 
-def our_calls(product: Product, layers: list, x: torch.Tensor) -> list[Callable]:
-    if product.format != "bf16":
+def our_calls(layers: list[MatrixLayer], x: torch.Tensor, gated: bool) -> list[Callable]:
+    if isinstance(layers[0], QuantizedLinear):
         layers = [kt.PackedLinear(layer) for layer in layers]
-    return [partial(kt.apply_linear, layer, x, gated=product.gated) for layer in layers]
+    return [partial(kt.apply_linear, layer, x, gated=gated) for layer in layers]
 
 
-def time_product(product: Product, M: int) -> Iterator[dict]:
-    layers, size = random_layers(product)
-    x = randn(M, product.C)
-    yield {"bytes": size, "s": seconds(our_calls(product, layers, x))}
+def time_product(empty: MatrixLayer, gated: bool, M: int) -> Iterator[dict]:
+    """gated: ours with SwiGLU, as a model has it; torch's without."""
+    layers, size = random_layers(empty)
+    x = randn(M, empty.in_features)
+    yield {"bytes": size, "s": seconds(our_calls(layers, x, gated))}
 
     def multiply(layer, x):
         return layer(x)
@@ -218,13 +198,13 @@ def time_product(product: Product, M: int) -> Iterator[dict]:
     yield {"torch_s": seconds([partial(multiply, layer, x) for layer in layers])}
 
 
-def tuning(until: float) -> Works:
+def tuning(until: float) -> dict[str, Callable]:
     products = all_products()
     left = itertools.count(len(products), -1)
-    return {name: partial(tune, products[name], until, n) for name, n in zip(products, left)}
+    return {name: partial(tune, products[name], "gate_up" in name, until, n) for name, n in zip(products, left)}
 
 
-def tune(product: Product, until: float, left: int) -> Iterator[dict]:
+def tune(empty: MatrixLayer, gated: bool, until: float, left: int) -> Iterator[dict]:
     """Store the fastest tiles of SPACE for one row. The kernels use them for all numbers of rows up to 16.
 
     The tiles of the fixed rule are tried first, and then those that differ from them least, until this product's
@@ -232,28 +212,27 @@ def tune(product: Product, until: float, left: int) -> Iterator[dict]:
     the later ones try more tiles.)
     """
     stop = time.time() + (until - time.time()) / (left + 1)
-    calls = our_calls(product, random_layers(product)[0], randn(1, product.C))
-    bits, groupsize = BITS[product.format]
-    rows = product.N // 2 if product.gated else product.N
-    rule = kt.default_tiles(bits, rows, product.C, kt.multiprocessors(DEVICE))
+    calls = our_calls(random_layers(empty)[0], randn(1, empty.in_features), gated)
+    layer = calls[0].args[0]
+    bits, groupsize, _ = kt.storage_of(layer)
+    N = layer.out_features // 2 if gated else layer.out_features
+    C = layer.in_features
+    rule = kt.default_tiles(bits, N, C, kt.multiprocessors(DEVICE))
     space = [rule] + sorted(SPACE, key=lambda tiles: sum(tiles[name] != rule[name] for name in rule))
-    choose_tiles = kt.choose_tiles
     times = []
     for tiles in space:
         if times and time.time() > stop:
             break
-        kt.choose_tiles = lambda *shape, tiles=tiles: tiles
-        try:
-            times.append(seconds(calls))
-        except Exception as error:  # these tiles need more shared memory or registers than there are
-            if "out of resource" not in str(error):
-                raise
-            times.append(float("inf"))
-        finally:
-            kt.choose_tiles = choose_tiles
+        with mock.patch.object(kt, "choose_tiles", lambda *shape, tiles=tiles: tiles):
+            try:
+                times.append(seconds(calls))
+            except Exception as error:  # these tiles need more shared memory or registers than there are
+                if "out of resource" not in str(error):
+                    raise
+                times.append(float("inf"))
 
     best = space[times.index(min(times))]
-    key = kt.tile_key(bits, groupsize, rows, product.C, product.gated)
+    key = kt.tile_key(bits, groupsize, N, C, gated)
     path = kt.tuning_file(DEVICE)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(kt.tuned_tiles(DEVICE) | {key: best}, indent=1))
@@ -264,11 +243,11 @@ def tune(product: Product, until: float, left: int) -> Iterator[dict]:
 # ---------------------------------------------------------------- kernels
 
 
-def kernels(until: float) -> Works:
+def kernels(until: float) -> dict[str, Callable]:
     works = {f"attention, decode at {T}": partial(time_attention, 1, T) for T in SIZES["decode"]}
     works |= {f"attention, prefill of {S}": partial(time_attention, S, S) for S in SIZES["prefill"]}
-    for M, (name, product) in itertools.product(SIZES["rows"], all_products().items()):
-        works[f"{name}, {M} rows"] = partial(time_product, product, M)
+    for M, (name, layer) in itertools.product(SIZES["rows"], all_products().items()):
+        works[f"{name}, {M} rows"] = partial(time_product, layer, "gate_up" in name, M)
     return works
 
 
@@ -295,7 +274,7 @@ def time_attention(S: int, T: int) -> Iterator[dict]:
 # ---------------------------------------------------------------- whole models
 
 
-def models(until: float) -> Works:
+def models(until: float) -> dict[str, Callable]:
     works = {}
     engines = {}  # at most one, so that its memory is free for the next
     for who, (name, format) in itertools.product(("ours", "torch"), SIZES["models"]):
@@ -303,14 +282,14 @@ def models(until: float) -> Works:
         contexts = SIZES["contexts"] if who == "ours" else SIZES["contexts"][:1]
         get = partial(get_engine, engines, (who, name, format), max(contexts) + SIZES["steps"] + 1)
         for context in contexts:
-            works[f"{name} {format} at {context}, {who}"] = partial(time_steps, get, who, context)
+            works[f"{name} {format} at {context}, {who}"] = partial(time_steps, get, context)
         if who == "ours":
             works[f"{name} {format}, prefill, ours"] = partial(time_prefill, get)
     return works
 
 
 def get_engine(engines: dict, which: tuple[str, str, str], length: int) -> Engine:
-    """The engine of a model of random weights, in bf16 or quantized in groups of 32 with an int8 head."""
+    """The engine of a model of random weights. which: who, the model's name and its format."""
     if which in engines:
         return engines[which]
     engines.clear()
@@ -319,54 +298,48 @@ def get_engine(engines: dict, which: tuple[str, str, str], length: int) -> Engin
     torch.cuda.empty_cache()
 
     who, name, format = which
-    with torch.device("meta"):
-        model = Transformer(CONFIGS[name]).to(BF16)
-    if format != "bf16":
-        swap(model, Quantization(format, 32, "int8").scheme)
-    model = model.to_empty(device=DEVICE).eval()
+    model = empty_model(CONFIGS[name], format).to_empty(device=DEVICE).eval()
     fill(model.state_dict().values())
+    KERNELS.clear()  # of the operations that run outside of fused blocks
     if who == "ours":
         install_kernels(model, installer=kt.TritonInstaller(model))
     engines[which] = Engine(model, 1, -(-length // 512) * 512, compiled_steps(not SMOKE, False))
     return engines[which]
 
 
-def time_steps(get: Callable[[], Engine], who: str, context: int) -> Iterator[dict]:
+def time_steps(get: Callable[[], Engine], context: int) -> Iterator[dict]:
     """One decode step. The warm-up round compiles, and records a CUDA graph."""
+    engine = get()
     steps = SIZES["steps"]
-    with nullcontext() if who == "ours" else without_kernels():
-        engine = get()
-        turns = {who: lambda: measure.time_decode(engine, context, steps).decode_s / steps}
-        step_s = median(measure.take_turns(turns, SIZES["rounds"])[who])
+    times = [measure.time_decode(engine, context, steps).decode_s / steps for _ in range(SIZES["rounds"] + 1)]
     if engine.timing.decode_steps != steps:
         raise RuntimeError(f"only {engine.timing.decode_steps} of {steps} steps were done")
     size = weight_bytes(engine.model, 1) + engine.timing.kv_bytes / steps
-    yield {"bytes": size, "s": step_s, "tokens_per_s": 1 / step_s}
+    yield {"bytes": size, "s": median(times[1:]), "tokens_per_s": 1 / median(times[1:])}
 
 
 def time_prefill(get: Callable[[], Engine]) -> Iterator[dict]:
     engine = get()
     config = engine.model.config
     S = SIZES["prompt"]
-
-    def read() -> float:
+    times = []
+    for _ in range(SIZES["rounds"] + 1):
         engine.clear()
         engine.reset_timing()
         generate(engine, [Request([1] * S, GREEDY, 1)])
-        return engine.timing.prefill_s
-
-    prefill_s = median(measure.take_turns({"": read}, SIZES["rounds"])[""])
+        times.append(engine.timing.prefill_s)
     head = 2 * config.vocab_size * config.dim  # computed for the last token only
     flops = S * (roofline(config, 1.0, context=S // 2)["flops_per_token"] - head) + head
-    yield {"flops": flops, "s": prefill_s, "tokens_per_s": S / prefill_s}
+    yield {"flops": flops, "s": median(times[1:]), "tokens_per_s": S / median(times[1:])}
 
 
 # ---------------------------------------------------------------- the parts
 
-PARTS = {"environment": environment, "tuning": tuning, "kernels": kernels, "models": models}
+# What a part measures, once it is told when its time is over: functions that yield fields of the row of their name
+PARTS = {"environment": lambda until: {"": measure_device}, "tuning": tuning, "kernels": kernels, "models": models}
 
 
-def run_works(works: Works, write: Callable[[dict], None]):
+def run_works(works: dict[str, Callable], write: Callable[[dict], None]):
     """Write a row of each work; of two rows with the same name, the later one counts."""
     for name in works:
         write({"name": name, "error": "not reached"})
@@ -399,8 +372,8 @@ def run_child(command: list, until: float, **options) -> str | None:
 def run_part(part: str, until: float, path: Path) -> dict:
     """The rows of a part, which a process of its own writes to a file."""
     path.touch()
-    command = [sys.executable, __file__, "--part", part, "--until", until, "--out", path]
-    error = run_child(command + ["--smoke"] * SMOKE, until)
+    options = ["--smoke"] if SMOKE else []
+    error = run_child([sys.executable, __file__, "--part", part, "--until", until, "--out", path, *options], until)
     lines = path.read_text().split("\n")[:-1]  # the last one may be incomplete
     rows = {row["name"]: row for row in map(json.loads, lines)}
     return {"error": error, "rows": list(rows.values())}
@@ -410,8 +383,9 @@ def run_tests(tests: list[str], until: float, log: Path) -> dict:
     """The counts of the kernels' tests, and a row of each that failed."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-n", min(6, os.cpu_count())]
     command += ["-m", "not full", "-k", "not ahead_of_time", *tests]  # those need no GPU, and take long
+    environment = os.environ | {"COLUMNS": "400"}  # in fewer, pytest leaves reasons out
     with log.open("w") as file:
-        error = run_child(command, until, stdout=file, stderr=file, cwd=ROOT)
+        error = run_child(command, until, stdout=file, stderr=file, cwd=ROOT, env=environment)
     printed = log.read_text()
     outcomes = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (.*\S)", printed, re.M)
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (.*?) - (.*)", printed, re.M))
@@ -432,19 +406,20 @@ def add_shares(parts: dict):
             row[f"{who}share"] = row[unit] / row[f"{who}s"] / can[f"{unit}_per_s"]
 
 
-def report(parts: dict, gpu: str) -> str:
+def report(result: dict) -> str:
     """Markdown: the environment, the table of the models, and what has failed."""
+    parts = result["parts"]
+    facts = [result["date"], *(f"{name} {version}" for name, version in result["versions"].items())]
+    facts += [f"{key}: {value}" for row in parts["environment"]["rows"] for key, value in row.items() if value]
+    facts += [f"tests {what}: {n}" for what, n in parts["tests"]["counts"].items()]
     with redirect_stdout(io.StringIO()) as text:
-        facts = [f"{key} {value}" for row in parts["environment"]["rows"] for key, value in row.items()]
-        facts += [f"tests {what}: {n}" for what, n in parts["tests"]["counts"].items()]
-        print(f"{gpu}, {datetime.date.today()}, torch {torch.__version__}: {', '.join(facts)}\n")
+        print(", ".join(facts) + "\n")
         rows = [row for row in parts["models"]["rows"] if "s" in row]
         measure.print_table(rows, {"name": "", "tokens_per_s": ".1f", "share": ".0%"})
+        print()
         for name, part in parts.items():
-            errors = [f", {row['name']}: {row['error']}" for row in part["rows"] if "error" in row]
-            if part["error"]:
-                errors.insert(0, f": {part['error']}")
-            print("".join(f"- {name}{error}\n" for error in errors), end="")
+            errors = [("all", part["error"]), *((row["name"], row.get("error")) for row in part["rows"])]
+            print("".join(f"- {name}, {what}: {error}\n" for what, error in errors if error), end="")
     return text.getvalue()
 
 
@@ -468,8 +443,8 @@ def measure_all(args):
 
     columns = {"name": "", "s": ".3g", "share": ".0%", "torch_s": ".3g", "torch_share": ".0%"}
     measure.print_table([row for row in parts["kernels"]["rows"] if "s" in row], columns)
-    text = report(parts, gpu)
-    print(f"\n{text}")
+    text = report(json.loads(out.read_text()))
+    print(f"\n{text}", end="")
     if args.write_page:
         before, _, rest = PAGE.read_text().partition(MARKS[0])
         PAGE.write_text(f"{before}{MARKS[0]}\n{text}{MARKS[1]}{rest.partition(MARKS[1])[2]}")

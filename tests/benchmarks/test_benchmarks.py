@@ -6,10 +6,11 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from statistics import median
 
 import pytest
-from conftest import ROOT, random_prompts
+from conftest import INTERPRET, ROOT, random_prompts
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: a program there is called as a file here
 
@@ -165,26 +166,58 @@ def test_what_speculation_gains(tiny_model):
     assert "mean_accepted_tokens" in lookup and "mean_accepted_tokens" not in plain
 
 
-@pytest.mark.full
-def test_gpu_kernels(python, tmp_path):
-    """Tiny sizes in Triton's interpreter, with tuning, whose result is then used."""
+def test_all_that_needs_a_gpu(python, tmp_path):
+    """Tiny sizes in Triton's interpreter. A test that fails is reported, and the parts after it go on."""
     pytest.importorskip("triton")
-    arguments = ["--smoke", "--tune"]
-    result, _ = run_benchmark(python, "gpu_kernels.py", tmp_path / "out.json", *arguments, XDG_CACHE_HOME=str(tmp_path))
-    rows = {(row["name"], row["rows"]): row for row in result["rows"]}
-    for row in (row for row in rows.values() if "bytes" in row):
-        assert row["ours_share"] == pytest.approx(row["bytes"] / row["ours_s"] / result["copy_bytes_per_s"])
-    assert len([name for name, _ in rows if name.endswith("gate_up 64x48")]) == 3 * 2
-    assert {("attention, decode at 70", 1), ("attention, prefill of 40", 40)} <= rows.keys()
-    # A model of 2 layers, 3 heads of width 10, in bf16. The middle one of 3 steps reads context + 2
-    # positions after the token that ended the prompt.
-    short, long = (rows[f"tiny bf16 at {n}", 1] for n in (0, 40))
-    assert long["bytes"] - short["bytes"] == 2 * 2 * 3 * 10 * 2 * 40
-    assert short["bytes"] > rows["tiny int8 at 0", 1]["bytes"] > rows["tiny int4 at 0", 1]["bytes"]
+    tests = tmp_path / "test_two.py"
+    tests.write_text("def test_good():\n    pass\n\n\ndef test_bad():\n    assert 1 == 2, 'not equal'\n")
+    out = tmp_path / "out.json"
+    result, done = run_benchmark(python, "gpu.py", out, "--smoke", "--tests", tests, XDG_CACHE_HOME=str(tmp_path))
+    parts = result["parts"]
+    assert list(parts) == ["environment", "tests", "tuning", "kernels", "models"]
+    failed = {name: [row["name"] for row in part["rows"] if "error" in row] for name, part in parts.items()}
+    [bad] = failed.pop("tests")
+    assert bad.endswith("test_two.py::test_bad") and not any(failed.values()), done.stderr
+    assert [name for name, part in parts.items() if part["error"]] == ["tests"]
+    assert parts["tests"]["counts"] == {"passed": 1, "failed": 1}
+    assert "not equal" in out.with_suffix(".tests.log").read_text()
+    [can] = parts["environment"]["rows"]
+    rows = {row["name"]: row for part in ("kernels", "models") for row in parts[part]["rows"]}
+    for row in rows.values():
+        unit = "bytes" if "bytes" in row else "flops"
+        assert row["share"] == pytest.approx(row[unit] / row["s"] / can[f"{unit}_per_s"])
+    assert {"attention, decode at 70", "attention, prefill of 40", "int4 gate_up 44x152, 3 rows"} <= rows.keys()
+    # A model of 2 layers, 3 heads of width 10, in bf16. The only step reads context + 2 positions.
+    short, long = (rows[f"tiny int4 at {n}, ours"]["bytes"] for n in (0, 40))
+    assert long - short == 2 * 2 * 3 * 10 * 2 * 40
     [tuned] = (tmp_path / "fastpath").glob("triton-*.json")
-    assert set(json.loads(tuned.read_text())) == {
-        f"{bits} bits, groups of {group}, 2 x 24 x 64" for bits, group in ((16, 0), (8, 32), (4, 32))
-    }
+    tiles = {row["key"]: row["tiles"] for row in parts["tuning"]["rows"]}
+    assert json.loads(tuned.read_text()) == tiles and "4 bits, groups of 32, 2 x 76 x 44" in tiles
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert any(line.startswith("| tiny int4 at 40, ours") for line in printed)
+    assert printed[-1].startswith("- tests, ") and printed[-1].endswith("::test_bad: AssertionError: not equal")
+
+
+def test_parts_of_a_gpu_run_that_fail_or_have_no_time(python, tmp_path):
+    pytest.importorskip("triton")
+    with INTERPRET:
+        import gpu
+
+    def fails():
+        yield {"s": 1.0}
+        raise ValueError("a kernel fails")
+
+    rows = {}
+    gpu.run_works({"one": fails, "two": lambda: iter([{"s": 2.0}])}, lambda row: rows.update({row["name"]: row}))
+    assert "in fails" in rows["one"].pop("traceback")
+    assert rows["one"] == {"name": "one", "s": 1.0, "error": "a kernel fails"}
+    assert rows["two"] == {"name": "two", "s": 2.0}
+
+    start = time.monotonic()
+    result, done = run_benchmark(python, "gpu.py", tmp_path / "out.json", "--smoke", "--minutes", 0.01)
+    assert time.monotonic() - start < 60
+    assert all("its time was over" in part["error"] and not part["rows"] for part in result["parts"].values())
+    assert done.stdout.count("its time was over") == 5
 
 
 # ---------------------------------------------------------------- the ladder

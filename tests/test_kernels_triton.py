@@ -319,7 +319,8 @@ def test_the_plan_has_each_choice_once(R, X):
     ids = torch.randint(-1, X, (R // 5, 5), generator=generator)
     ids[ids == 1] = -1
     counts = torch.arange(X + 1)
-    experts, choices = kt.plan_experts(*on_device([ids, counts_before := counts.clone()]))
+    device_ids, device_counts = on_device([ids, counts.clone()])
+    experts, choices = kt.plan_experts(device_ids, device_counts)
     ids = ids.flatten().tolist()
     expected = []
     for e in range(X):
@@ -331,7 +332,7 @@ def test_the_plan_has_each_choice_once(R, X):
     used = len(expected)
     assert list(zip(experts[:used].tolist(), choices[:used].tolist())) == expected
     assert experts[used:].eq(-1).all()
-    assert torch.equal(counts_before, counts)
+    assert torch.equal(device_counts.cpu(), counts)
 
 
 def test_experts_whose_gate_and_up_have_different_formats_run_in_the_loop():
@@ -588,12 +589,15 @@ def test_graph_replays_at_changing_positions(models, name, quantization):
     model, _ = models(name, quantization, BF16)
     step, logits = torch.compile(model, fullgraph=True, mode="reduce-overhead"), []
     positions = [[0, 0, 0], [1, 1, -1], [2, 70, 1], [3, 71, -1], [150, 72, 2]]
+    if name.startswith(("qwen35", "lfm2")):  # recurrent states cannot jump
+        positions = [[0, 0, 0], [1, 1, -1], [2, 2, 1]]
     for run in (step, model):
         model.setup_caches(3, 200)
         generator = torch.Generator(DEVICE).manual_seed(0)
         for block in model.blocks:
-            block.attention.cache.k.normal_(generator=generator)
-            block.attention.cache.v.normal_(generator=generator)
+            if not block.mixer.state.is_recurrent:
+                block.mixer.state.k.normal_(generator=generator)
+                block.mixer.state.v.normal_(generator=generator)
         logits.append([])
         for _ in range(2):  # the first round warms up and captures
             for at in positions:

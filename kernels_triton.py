@@ -1169,8 +1169,14 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     return out
 
 
+# The sizes below need at most 99 KB of shared memory on sm_80, because sm_86 and sm_89 have no more. (Decode with
+# float32 heads of width 256 needs 104 KB.)
+
+
 def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
     key_bytes = block_e * dtype.itemsize
+    if key_bytes > 512:
+        return {"num_warps": 8, "num_stages": 1}
     if key_bytes > 256:
         return {"num_warps": 8, "num_stages": 2}
     if key_bytes == 256:
@@ -1180,10 +1186,16 @@ def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
     if dtype == torch.float32:  # without tensor cores, the operands of products fill the registers
-        return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 1 if block_e > 128 else 2}
     if block_e > 128:
         return {"BLOCK_S": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
+
+
+def matmul_tiles(bits: int, dtype: torch.dtype) -> dict:
+    if dtype == torch.float32:
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2 if bits == 4 else 3}
 
 
 def linear(x, weight, bias):
@@ -1242,11 +1254,9 @@ def matmul(x, weight, scales, bias, N, bits, groupsize):
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], N)
 
-    sizes = {"BLOCK_M": 64, "BLOCK_N": 128}
-    if x.dtype == torch.float32:
-        sizes = {"BLOCK_M": 32, "BLOCK_N": 32}
+    sizes = matmul_tiles(bits, x.dtype)
     grid = (triton.cdiv(M, sizes["BLOCK_M"]), triton.cdiv(N, sizes["BLOCK_N"]))
-    sizes |= {"BITS": bits, "GROUPSIZE": groupsize, "num_warps": 4, "num_stages": 3}
+    sizes |= {"BITS": bits, "GROUPSIZE": groupsize}
     with torch.cuda.device_of(x):
         matmul_kernel[grid](x, weight, scales, bias, out, M, N, C, **sizes)
     return out

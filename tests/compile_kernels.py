@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels ahead of time, without a GPU, and reports registers and spills of each.
+"""Compiles the Triton kernels ahead of time, without a GPU, and reports registers, spills and shared memory of each.
 
     python tests/compile_kernels.py [--all]
 
-It prints one JSON object: "sm_90 linear int4 ...": {"registers", "spills"}. Without --all it
-compiles the heaviest configuration of each kernel for sm_90, and three of them for sm_80, too. With
+It prints one JSON object: "sm_90 linear int4 ...": {"registers", "spills", "shared"}. Without --all it
+compiles the heaviest configuration of each kernel for sm_90, and some of them for sm_80, too. With
 it, it compiles everything that Llama models of 1B and 8B would run. It is a program of its own
 because Triton decides at import whether it interprets.
 """
@@ -139,8 +139,9 @@ def cases(everything: bool):
     quantized = KINDS | {"weight": "i32", "scales": "i32"}
     sums = {"GATED": False, "SPLIT_K": 2, "BLOCK_N": 32, "bias": None, "squares": None}
     yield "reduce", kt.reduce_kernel, half, sums, KINDS, 4, 3
-    many = {"BITS": 4, "GROUPSIZE": 32, "BLOCK_M": 64, "BLOCK_N": 128, "bias": None}
-    yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, 4, 3
+    *sizes, warps, stages = kt.matmul_tiles(4, half).values()
+    many = {"BITS": 4, "GROUPSIZE": 32, "BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "bias": None}
+    yield "matmul int4 g32", kt.matmul_kernel, half, many, quantized, warps, stages
 
     experts = EXPERTS | MORE_EXPERTS if everything else EXPERTS
     for name, shape in experts.items():
@@ -170,24 +171,23 @@ def cases(everything: bool):
     if everything:
         many = many | {"BITS": 8, "GROUPSIZE": 0}
         yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
-        settings = {"HEADS_PER_KV": 4, "BLOCK_E": 128, "WINDOW": False, "rows": None, "slopes": None}
-        tiles = kt.decode_tiles(128, torch.float32).values()
-        yield "decode fp32", kt.decode_kernel, torch.float32, settings, KINDS, *tiles
+        for E in (128, 256):
+            settings = {"HEADS_PER_KV": 4, "WINDOW": False, "slopes": None}
+            yield from attention_cases(E, " fp32", settings, torch.float32)
         layer_norm = {"SUBTRACT_MEAN": True, "BLOCK_D": 16384}
         yield "norm LayerNorm", kt.norm_kernel, half, layer_norm, KINDS, 16, 3
 
 
-def attention_cases(E: int, suffix: str, settings: dict):
+def attention_cases(E: int, suffix: str, settings: dict, dtype: torch.dtype = torch.bfloat16):
     """The two attention kernels, for a head width, as `cases` gives them."""
-    half = torch.bfloat16
     block = triton.next_power_of_2(E)
     settings = settings | {"BLOCK_E": block, "rows": None}
-    tiles = kt.decode_tiles(block, half).values()
-    yield f"decode E {E}{suffix}", kt.decode_kernel, half, settings, KINDS, *tiles
-    tiles = kt.prefill_tiles(block, half)
+    tiles = kt.decode_tiles(block, dtype).values()
+    yield f"decode E {E}{suffix}", kt.decode_kernel, dtype, settings, KINDS, *tiles
+    tiles = kt.prefill_tiles(block, dtype)
     settings = settings | {"BLOCK_S": tiles["BLOCK_S"], "WIDTH": tiles["WIDTH"]}
     warps = tiles["num_warps"]
-    yield f"prefill E {E}{suffix}", kt.prefill_kernel, half, settings, KINDS, warps, tiles["num_stages"]
+    yield f"prefill E {E}{suffix}", kt.prefill_kernel, dtype, settings, KINDS, warps, tiles["num_stages"]
 
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
@@ -215,7 +215,7 @@ def main():
     everything = parser.parse_args().all
     jobs = []
     for name, *_ in cases(everything):
-        is_heaviest = name.startswith(("linear int4", "expert int4", "plan", "prefill", "delta chunks"))
+        is_heaviest = name.startswith(("linear int4", "expert int4", "plan", "prefill", "matmul", "delta chunks"))
         for target in TARGETS:
             if everything or target == "sm_90" or (target == "sm_80" and is_heaviest):
                 jobs.append((name, target))

@@ -638,6 +638,9 @@ def test_a_format_without_kernels_is_unpacked_to_bfloat16(models, capsys):
 # ---------------------------------------------------------------- ahead of time
 
 
+SHARED_MEMORY = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # what sm_80 compiles also runs on sm_86 and sm_89
+
+
 def compile_all(*arguments):
     command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -646,6 +649,9 @@ def compile_all(*arguments):
     found = json.loads(done.stdout)
     spilling = [name for name, what in found.items() if what.get("spills")]
     assert not [name for name in spilling if name.split()[1] in ("linear", "delta", "expert")]
+    shared = {name: what["shared"] for name, what in found.items() if "shared" in what}
+    too_large = [name for name, size in shared.items() if size > SHARED_MEMORY[name.split()[0]]]
+    assert set(too_large) <= {"sm_80 decode E 256 fp32"}
     return found
 
 

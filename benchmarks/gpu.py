@@ -62,7 +62,7 @@ except ModuleNotFoundError:
     sys.exit("gpu.py: error: triton is missing: it comes with PyTorch for CUDA, and with requirements-dev.txt")
 
 import kernels_triton as kt
-from cli import UserError, first_line, print_status, printable, run_command
+from cli import UserError, and_more, first_line, print_status, printable, run_command
 from compile import compiled_steps
 from config import Config
 from costs import roofline, weight_bytes
@@ -74,7 +74,7 @@ from load import install_kernels
 from model import Transformer
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
-SHARES = {"environment": 1, "tests": 6, "tuning": 3, "kernels": 3, "models": 7}  # of the time
+SHARES = {"environment": 2, "tests": 5, "tuning": 4, "kernels": 3, "models": 6}  # of the time
 TESTS = ["tests/test_kernels_triton.py", "tests/test_sampling.py::test_triton_draws_what_the_reference_draws"]
 PAGE = ROOT / "docs" / "gpus.md"
 MARKS = ("<!-- measured -->", "<!-- end of what was measured -->")
@@ -400,7 +400,7 @@ def run_tests(tests: list[str], until: float, log: Path) -> dict:
 
 def add_shares(parts: dict):
     """Add to the rows the shares of what the GPU can do, where that is known."""
-    [can] = parts["environment"]["rows"] or [{}]
+    can = next(iter(parts["environment"]["rows"]), {})
     rows = [row for part in parts.values() for row in part["rows"]]
     for row, unit, who in itertools.product(rows, ("bytes", "flops"), ("", "torch_")):
         if unit in row and f"{who}s" in row and f"{unit}_per_s" in can:
@@ -410,17 +410,22 @@ def add_shares(parts: dict):
 def report(result: dict) -> str:
     """Markdown: the environment, the table of the models, and what has failed."""
     parts = result["parts"]
-    facts = [result["date"], *(f"{name} {version}" for name, version in result["versions"].items())]
-    facts += [f"{key}: {value}" for row in parts["environment"]["rows"] for key, value in row.items() if value]
-    facts += [f"tests {what}: {n}" for what, n in parts["tests"]["counts"].items()]
+    facts = [str(result["machine"]["gpu"]), result["date"]]
+    facts += [f"{name} {version}" for name, version in result["versions"].items()]
+    can = next(iter(parts["environment"]["rows"]), {})
+    facts += [f"{key} {value:.3g}" for key, value in can.items() if isinstance(value, float)]
+    facts += [f"{n} tests {what}" for what, n in parts["tests"]["counts"].items()]
     with redirect_stdout(io.StringIO()) as text:
         print(", ".join(facts) + "\n")
         rows = [row for row in parts["models"]["rows"] if "s" in row]
         measure.print_table(rows, {"name": "", "tokens_per_s": ".1f", "share": ".0%"})
         print()
         for name, part in parts.items():
-            errors = [("all", part["error"]), *((row["name"], row.get("error")) for row in part["rows"])]
-            print("".join(f"- {name}, {what}: {error}\n" for what, error in errors if error), end="")
+            failed = {part["error"]: ["the part"]}
+            for row in part["rows"]:
+                failed.setdefault(row.get("error"), []).append(row["name"])
+            failed.pop(None, None)  # what did not fail
+            print("".join(f"- {name}, {and_more(names)}: {error}\n" for error, names in failed.items()), end="")
     return text.getvalue()
 
 
@@ -431,7 +436,7 @@ def measure_all(args):
     left = sum(SHARES.values())
     with tempfile.TemporaryDirectory() as folder:
         for part, share in SHARES.items():
-            limit_s = (START + 60 * args.minutes - time.time()) * share / left
+            limit_s = max(0.0, START + 60 * args.minutes - time.time()) * share / left
             until = time.time() + limit_s
             left -= share
             print_status(f"---- {part}: at most {limit_s:.0f} s")

@@ -7,7 +7,9 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 from conftest import INTERPRET, ROOT, random_prompts
@@ -38,6 +40,17 @@ if fa and rtr:
 about = {{"build_commit": "abc", "build_number": 7, "model_type": "llama tiny"}}
 tests = [(p, 0, 100.0 + 100 * fa + 300 * rtr), (0, n, 50.0 - 10 * fa - 20 * rtr)]
 print(json.dumps([about | {{"n_prompt": p, "n_gen": n, "avg_ts": rate}} for p, n, rate in tests]))
+"""
+
+# A stand-in for llama-batched-bench.
+LLAMA_BATCHED_BENCH = """#!{python}
+import sys
+assert " ".join(sys.argv[-8:-2]) == "-ntg 9 -npl 3 -c 147" or sys.argv[-1] == "--none", sys.argv
+if sys.argv[-1] == "off":
+    sys.exit("no V cache")
+if sys.argv[-1] == "on":
+    print("|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |")
+    print("|    40 |      9 |    3 |    147 |    1.472 |    81.50 |    2.204 |    12.25 |    3.676 |    40.00 |")
 """
 
 # A stand-in for generate.py of another checkout: prefill takes half a second for each of four samples of 2 x 19 tokens.
@@ -138,6 +151,16 @@ def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
             assert len(rates) == 2 and ours[f"{kind}_tokens_per_s"] == median(rates)
             assert ratio[kind] == pytest.approx(median(rates) / peer)
             assert ratio[f"{kind}_spread"] == pytest.approx([min(rates) / peer, max(rates) / peer])
+
+
+def test_batched_peers(tmp_path):
+    """The table of llama-batched-bench is read. It fails in one setting and prints no row in another."""
+    program = tmp_path / "llama-batched-bench"
+    program.write_text(LLAMA_BATCHED_BENCH.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    args = SimpleNamespace(prompt_tokens=40, new_tokens=9, rows=3)
+    found = measure.run_batched_bench(args, program, Path("m.gguf"), ["-fa on", "-fa off", "--none"])
+    assert found == {"-fa on": {measure.PREFILL: 81.5, measure.DECODE: 12.25, "build": None}}
 
 
 def test_the_best_peer_has_as_many_bits():

@@ -394,7 +394,8 @@ def free_port() -> int:
 def all_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
     """Run our server and those of the peers that were named until the end of the block.
 
-    Each has rows for `streams` requests of `length` tokens. Yields the port of each server by its name.
+    Each has rows for `streams` requests of `length` tokens, and none speculates. Yields the port of each server by its
+    name.
     """
     programs = peer_programs(args, "server")
     if bool(programs) != (args.gguf is not None):
@@ -409,7 +410,7 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
             servers.enter_context(server([*command, "--port", ports[name]], log, ports[name]))
 
         command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", directory]
-        command += ["--max_batch_size", streams, "--max_seq_length", length]
+        command += ["--max_batch_size", streams, "--max_seq_length", length, "--draft", "none"]
         start("fastpath", *command, *options)
         for name, program in programs.items():
             command = [program.resolve(), "-m", args.gguf, "-t", torch.get_num_threads()]
@@ -503,8 +504,10 @@ def save(name: str, result: dict, out: Path | None, device: torch.device = CPU):
     }
     imported = [sys.modules[name] for name in ("torch", "transformers", "triton") if name in sys.modules]
     command = ["python", f"benchmarks/{name}.py", *map(without_folders, sys.argv[1:])]
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
     about = {
         "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip() or None,
         "machine": machine,
         "versions": {module.__name__: module.__version__ for module in imported},
         "command": shlex.join(command),

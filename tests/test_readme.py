@@ -252,23 +252,20 @@ def best_ratios(result: dict) -> dict[tuple[str, str], dict]:
 
 def decode_numbers(page="README.md"):
     result = results("decode_cpu", page)
-    rows = {(row["model"], row["name"]): row for row in result["rows"]}
-    best = best_ratios(result)
-    for name, *cells in table(page, "| | decode, tokens/s | prefill of 512 tokens, tokens/s | decode"):
-        if cells[0] == "":
-            model = name.strip("*")  # of the rows below
-            continue
-        yield from zip(cells, rates_of(rows[model, name]))
-        if name.startswith("fastpath"):
-            yield from zip(cells[2:], (best[model, name]["decode"], best[model, name]["prefill"]), strict=True)
+    rows = {row["model"]: row for row in result["rows"] if row["name"].startswith("fastpath")}
+    machines = [best_ratios(result), best_ratios(results("decode_zen4_cpu", page))]
+    for model, *cells in table(page, "| | decode, tokens/s | prefill of 512 tokens, tokens/s | decode"):
+        name = rows[model]["name"]
+        ratios = [best[model, name][kind] for best in machines for kind in ("decode", "prefill")]
+        yield from zip(cells, (*rates_of(rows[model]), *ratios), strict=True)
 
 
 def more_decode_numbers(page="docs/how-it-gets-fast.md"):
-    best = best_ratios(results("decode_135m_cpu", page))
-    formats = [best["SmolLM2-135M-Instruct", f"fastpath eager {name}"] for name in ("bf16", "int8")]
-    values = [one[kind] for kind in ("decode", "prefill") for one in formats]
-    text = "decode is #x of the best peer in bf16, and #x in int8; prefill is #x and #x"
-    yield from zip(sentence(page, text), values, strict=True)
+    machines = [best_ratios(results(f"decode_135m{end}_cpu", page)) for end in ("", "_zen4")]
+    for format, *cells in table(page, "| 135M | decode"):
+        ratios = [best["SmolLM2-135M-Instruct", f"fastpath eager {format}"] for best in machines]
+        values = [one[kind] for one in ratios for kind in ("decode", "prefill")]
+        yield from zip(cells, values, strict=True)
 
 
 def question_numbers(page="docs/checkpoints.md"):
@@ -403,9 +400,46 @@ def experts_numbers(page="docs/experts.md"):
         yield from zip(cells[1:], (*rates_of(row), pair["decode"], pair["prefill"]), strict=True)
 
 
-NUMBERS = [decode_numbers, more_decode_numbers, avx2_numbers, ladder_numbers, busy_numbers, quantization_numbers]
+def exactness_numbers(page="docs/engine.md"):
+    """The price of the promise: the time of a prefill divided by that of the fastest version without it."""
+    prices = results("exactness_cpu", page)["prices"]
+    for model, *cells in table(page, "| price of the promise |"):
+        yield from zip(cells, (prices[model][f"prefill of {tokens}"]["price"] for tokens in (64, 512)), strict=True)
+
+
+NUMBERS = [
+    exactness_numbers,
+    decode_numbers,
+    more_decode_numbers,
+    avx2_numbers,
+    ladder_numbers,
+    busy_numbers,
+    quantization_numbers,
+]
 NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, question_numbers, hybrid_numbers]
 NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers]
+
+
+def test_the_table_of_exactness_says_what_was_seen():
+    """A cell says in how many models tokens or log-probabilities differed. First come the rows where ours did."""
+    page = "docs/engine.md"
+    seen: dict[tuple[str, str], list[bool]] = {}
+    for column in results("exactness_cpu", page)["columns"]:
+        for name, found in column["conditions"].items():
+            if "left_out" not in found and found["used"] != 0:
+                differ = [one["differing"] for one in (found["tokens"], found["logprobs"]) if one]
+                seen.setdefault((name, column["program"]), []).append(any(differ))
+
+    programs = ("fastpath file", "llama.cpp", "ik_llama.cpp", "transformers bf16")
+    rows = table(page, "| condition | fastpath |")
+    assert [row[0] for row in rows] == sorted({name for name, _ in seen}, key=[row[0] for row in rows].index)
+    for name, *cells in rows:
+        for program, cell in zip(programs, cells, strict=True):
+            models = seen.get((name, program), [])
+            differing = f"differs in {sum(models)} of {len(models)}" if any(models) else "same"
+            assert cell == (differing if models else ""), (name, program)
+    ours = [row[1].startswith("differs") for row in rows]
+    assert ours == sorted(ours, reverse=True)
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -241,10 +241,12 @@ class Passes:
         return without_s, with_s, found
 
     def read(self, new_tokens: int = 1):
-        """Read the prompt from its beginning. The pass also samples the first new token."""
+        """Read the prompt from its beginning. The last pass also samples the first new token."""
         self.engine.clear()
-        self.engine.add(Request(self.tokenizer.encode(self.text), measure.GREEDY, new_tokens))
-        self.engine.step()
+        request = Request(self.tokenizer.encode(self.text), measure.GREEDY, new_tokens)
+        self.engine.add(request)
+        while not request.new_tokens:
+            self.engine.step()
 
     def measure(self, args) -> dict:
         prompts = [self.pair(self.read) for _ in range(args.rounds)]
@@ -301,11 +303,11 @@ def request_sizes(calls: dict[str, list[Mark]], pass_bytes: int) -> dict[str, fl
     """The bytes that the hops of a request pass on. pass_bytes: of each pass of the model."""
     sent = sum(mark.size for mark in calls["HttpConnection.data_received"])
     event = calls["ResponseBuilder.stream_update"][-1].size
-    pickled = [mark.size for mark in calls[PIPE.function]]  # the request, then the update of each token
+    pickled = [mark.size for mark in calls[PIPE.function]]  # the request, and the updates of all tokens
     return {
         "arrives": sent,
         "HttpConnection.data_received": sent,
-        "to_engine": pickled[0],
+        "to_engine": max(pickled),
         "Engine._read": len(calls["Engine._read"]) * pass_bytes,
         "Engine._decode": len(calls["Engine._decode"]) * pass_bytes,
         "to_http": pickled[-1],
@@ -395,7 +397,7 @@ def measure_requests(args, text: str, pass_bytes: int) -> dict:
         pairs.append((end - start, timed[1] - timed[0], request_hops(calls, *timed)))
     beside = ("EngineClient._read_status", "AnswerText.read", "ResponseBuilder.stream_update")
     beside_s = sum(mark.own for name in beside for mark in calls[name][:-1]) / (args.new_tokens - 1)
-    about = {"new_tokens": args.new_tokens, "http_us_per_token": 1e6 * beside_s}
+    about = {"chunks": len(calls["Engine._read"]), "new_tokens": args.new_tokens, "http_us_per_token": 1e6 * beside_s}
     return about | summary(REQUEST, pairs, request_sizes(calls, pass_bytes))
 
 
@@ -415,7 +417,7 @@ def letters(config) -> dict[str, int]:
 
 @torch.no_grad()
 def main():
-    parser = measure.make_parser(__doc__, {"--rounds": 8, "--prompt_tokens": 256, "--new_tokens": 32})
+    parser = measure.make_parser(__doc__, {"--rounds": 12, "--prompt_tokens": 256, "--new_tokens": 32})
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.checkpoint_path)
     text = (measure.ROOT / "docs" / "engine.md").read_text(encoding="utf-8")

@@ -403,9 +403,25 @@ def experts_numbers(page="docs/experts.md"):
         yield from zip(cells[1:], (*rates_of(row), pair["decode"], pair["prefill"]), strict=True)
 
 
+def life_numbers(page="docs/life-of-a-token.md"):
+    both = [results(f"life_{name}_cpu", page) for name in ("1.5b", "hybrid")]
+    for (_, *cells), result in zip(table(page, "| | blocks"), both, strict=True):
+        yield from zip(cells, list(result["letters"].values())[: len(cells)], strict=True)
+    for part, header, unit in (("prompt", "prompt", 1e6), ("step", "decode step", 1e6), ("request", "request", 1e3)):
+        for result, column in zip(both, (2, 4)):
+            measured = result["parts"][part]
+            *shown, rest, whole = [cells for cells in table(page, f"| a {header}") if cells[column + 1]]
+            hops = [(f"`{hop['function']}` (`{hop['file']}`)", hop["shape"]) for hop in measured["hops"]]
+            assert hops == [tuple(cells[:2]) for cells in shown]
+            yield from ((rest[column + 1], measured["rest_us"]), (whole[column + 1], measured["wall_us"]))
+            for cells, hop in zip(shown, measured["hops"]):
+                yield cells[column + 1], hop["us"]
+                yield cells[column] or "0", hop["bytes"] / unit
+
+
 NUMBERS = [decode_numbers, more_decode_numbers, avx2_numbers, ladder_numbers, busy_numbers, quantization_numbers]
 NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, question_numbers, hybrid_numbers]
-NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers]
+NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers, life_numbers, more_life_numbers]
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -405,18 +405,32 @@ def experts_numbers(page="docs/experts.md"):
 
 def life_numbers(page="docs/life-of-a-token.md"):
     both = [results(f"life_{name}_cpu", page) for name in ("1.5b", "hybrid")]
-    for (_, *cells), result in zip(table(page, "| | blocks"), both, strict=True):
+    for (_, *cells), result in zip(table(page, "||blocks"), both, strict=True):
         yield from zip(cells, list(result["letters"].values())[: len(cells)], strict=True)
     for part, header, unit in (("prompt", "prompt", 1e6), ("step", "decode step", 1e6), ("request", "request", 1e3)):
         for result, column in zip(both, (2, 4)):
             measured = result["parts"][part]
-            *shown, rest, whole = [cells for cells in table(page, f"| a {header}") if cells[column + 1]]
+            *shown, rest, whole = [cells for cells in table(page, f"|a {header}") if cells[column + 1]]
             hops = [(f"`{hop['function']}` (`{hop['file']}`)", hop["shape"]) for hop in measured["hops"]]
             assert hops == [tuple(cells[:2]) for cells in shown]
             yield from ((rest[column + 1], measured["rest_us"]), (whole[column + 1], measured["wall_us"]))
             for cells, hop in zip(shown, measured["hops"]):
                 yield cells[column + 1], hop["us"]
                 yield cells[column] or "0", hop["bytes"] / unit
+
+
+def more_life_numbers(page="docs/life-of-a-token.md"):
+    steps = [results(f"life_{name}_cpu", page)["parts"]["step"] for name in ("1.5b", "hybrid")]
+    requests = [results(f"life_{name}_cpu", page)["parts"]["request"] for name in ("1.5b", "hybrid")]
+    assert max(abs(step["rest_share"]) for step in steps) <= 0.03, "more than the page promises has no name"
+    texts = {
+        "it makes a step # % longer (hybrid: # %)": [100 * step["clock_share"] for step in steps],
+        "no name accounts for # % (hybrid: # %)": [100 * step["rest_share"] for step in steps],
+        "besides # % of its own blocks (hybrid: # %)": [100 * step["head_share"] for step in steps],
+        "which takes it # µs (hybrid: #)": [request["http_us_per_token"] for request in requests],
+    }
+    for text, values in texts.items():
+        yield from zip(sentence(page, text), values, strict=True)
 
 
 NUMBERS = [decode_numbers, more_decode_numbers, avx2_numbers, ladder_numbers, busy_numbers, quantization_numbers]

@@ -407,7 +407,8 @@ def life_numbers(page="docs/life-of-a-token.md"):
     both = [results(f"life_{name}_cpu", page) for name in ("1.5b", "hybrid")]
     for (_, *cells), result in zip(table(page, "||blocks"), both, strict=True):
         yield from zip(cells, list(result["letters"].values())[: len(cells)], strict=True)
-    for part, header, unit in (("prompt", "prompt", 1e6), ("step", "decode step", 1e6), ("request", "request", 1e3)):
+    units = {"MB": 1e6, "kB": 1e3, "GB": 1e9}
+    for part, header in (("prompt", "prompt"), ("step", "decode step"), ("request", "request")):
         for result, column in zip(both, (2, 4)):
             measured = result["parts"][part]
             *shown, rest, whole = [cells for cells in table(page, f"|a {header}") if cells[column + 1]]
@@ -416,7 +417,8 @@ def life_numbers(page="docs/life-of-a-token.md"):
             yield from ((rest[column + 1], measured["rest_us"]), (whole[column + 1], measured["wall_us"]))
             for cells, hop in zip(shown, measured["hops"]):
                 yield cells[column + 1], hop["us"]
-                yield cells[column] or "0", hop["bytes"] / unit
+                size, _, unit = cells[column].partition(" ")
+                yield size or "0", hop["bytes"] / units[unit or "MB"]
 
 
 def more_life_numbers(page="docs/life-of-a-token.md"):

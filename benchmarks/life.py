@@ -43,6 +43,11 @@ class Hop(NamedTuple):
 PASS = [
     Hop("Tokenizer.encode", "text/tokenizer.py", "text to (S)"),
     Hop("Engine.make_plan", "engine.py", "one row"),
+    Hop("Engine._read", "engine.py", "a chunk"),
+    Hop("Engine._prefill", "engine.py", "ids to (S)"),
+    Hop("Engine._decode", "engine.py", "an id to (S)"),
+    Hop("PlainDecoding.step", "engine.py", "threads, logits"),
+    Hop("Transformer.hidden", "model.py", "(S) to (S,D)"),
     Hop("Transformer.block_inputs", "model.py", "(S) to (S,D)"),
     Hop("Positions.ropes", "positions.py", "(S) to (S,E)"),
     Hop("FusedBlocks.__call__", "cpu/install.py", "arguments, memory"),

@@ -414,7 +414,10 @@ def life_numbers(page="docs/life-of-a-token.md"):
             *shown, rest, whole = [cells for cells in table(page, f"|a {header}") if cells[column + 1]]
             hops = [(f"`{hop['function']}` (`{hop['file']}`)", hop["shape"]) for hop in measured["hops"]]
             assert hops == [tuple(cells[:2]) for cells in shown]
-            yield from ((rest[column + 1], measured["rest_us"]), (whole[column + 1], measured["wall_us"]))
+            yield from (
+                (rest[column + 1].lstrip("-"), abs(measured["rest_us"])),
+                (whole[column + 1], measured["wall_us"]),
+            )
             for cells, hop in zip(shown, measured["hops"]):
                 yield cells[column + 1], hop["us"]
                 size, _, unit = cells[column].partition(" ")

@@ -433,7 +433,7 @@ def more_life_numbers(page="docs/life-of-a-token.md"):
     texts = {
         "gate and up come at # GB/s (hybrid: #)": [hop["bytes"] / hop["us"] / 1e3 for hop in ups],
         "it makes a step # % longer (hybrid: # %)": [100 * step["clock_share"] for step in steps],
-        "no name accounts for: at most # % of a step": [100 * rest_share],
+        "minus all rows above: at most # % of a step": [100 * rest_share],
         "besides # % of its own blocks (hybrid: # %)": [100 * step["head_share"] for step in steps],
         "which takes it # µs (hybrid: #)": [request["http_us_per_token"] for request in requests],
     }

@@ -429,11 +429,11 @@ def more_life_numbers(page="docs/life-of-a-token.md"):
     requests = [results(f"life_{name}_cpu", page)["parts"]["request"] for name in ("1.5b", "hybrid")]
     rest_share = max(abs(step["rest_share"]) for step in steps)
     assert rest_share <= 0.03
+    yield sentence(page, "minus all rows above: at most # % of a step"), 100 * rest_share
     ups = [hop for step in steps for hop in step["hops"] if hop["key"] == "up"]
     texts = {
         "gate and up come at # GB/s (hybrid: #)": [hop["bytes"] / hop["us"] / 1e3 for hop in ups],
         "it makes a step # % longer (hybrid: # %)": [100 * step["clock_share"] for step in steps],
-        "minus all rows above: at most # % of a step": [100 * rest_share],
         "besides # % of its own blocks (hybrid: # %)": [100 * step["head_share"] for step in steps],
         "which takes it # µs (hybrid: #)": [request["http_us_per_token"] for request in requests],
     }

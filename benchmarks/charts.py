@@ -214,12 +214,13 @@ def draw_life(result: dict, path: Path):
     }
     for axes, (name, part) in zip(figure.subplots(3, 1, height_ratios=heights), parts.items()):
         spent = [(hop["function"], hop["shape"], hop["us"]) for hop in part["hops"]]
-        spent.append(("the rest", "", max(0.0, part["rest_us"])))
+        spent.append(("the rest", "", part["rest_us"]))
         begin = 0.0
         for y, (function, shape, us) in enumerate(spent):
             colour = {"Barrier": ORANGE, "the rest": GREY}.get(function, BLUE)
-            axes.barh(y, us, left=begin, color=colour, edgecolor=colour, height=0.7)
-            begin += us
+            width = max(us, 0.0)  # the rest is negative if the clock takes longer than what has no name
+            axes.barh(y, width, left=begin, color=colour, edgecolor=colour, height=0.7)
+            begin += width
             axes.text(begin + 0.008 * part["wall_us"], y, f"{us:,.0f}  {shape}", va="center", fontsize=7)
         axes.set_yticks(range(len(spent)), [function for function, *_ in spent])
         axes.set_ylim(len(spent) - 0.4, -0.6)

@@ -66,13 +66,11 @@ class Peer(NamedTuple):
     batched: tuple[str, ...]  # options of its llama-batched-bench
 
 
+IK_SETTINGS = ("-fa 0 -rtr 0", "-fa 0 -rtr 1", "-fa 1 -rtr 0", "-fa 1 -rtr 1")
+IK_BATCHED = ("-no-fa", "-no-fa -rtr", "-fa on", "-fa on -rtr")
 PEERS = {
     "llama.cpp": Peer("llama", ("-fa 0", "-fa 1"), ("-fa off", "-fa on")),
-    "ik_llama.cpp": Peer(
-        "ik_llama",
-        ("-fa 0 -rtr 0", "-fa 0 -rtr 1", "-fa 1 -rtr 0", "-fa 1 -rtr 1"),
-        ("-no-fa", "-no-fa -rtr", "-fa on", "-fa on -rtr"),
-    ),
+    "ik_llama.cpp": Peer("ik_llama", IK_SETTINGS, IK_BATCHED),
 }
 
 # ---------------------------------------------------------------- turns and ratios
@@ -203,7 +201,8 @@ def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: 
     with_path = [*flags.split(), "--checkpoint_path", quantized(source, format)]
     new_tokens = args.new_tokens + 1  # prefill makes the first of them
     if args.batched:
-        decode = prefill = run_generate(tree, with_path, args.prompt_tokens, new_tokens, rows, samples=2)
+        decode = run_generate(tree, with_path, args.prompt_tokens, new_tokens, rows, samples=2)
+        prefill = decode
     else:
         decode = run_generate(tree, with_path, 5, new_tokens, rows)
         prefill = run_generate(tree, with_path, args.prompt_tokens, 1, rows)
@@ -345,10 +344,10 @@ def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
         key = f"{name} {format_of(path)}"
         if key in benches:
             raise UserError(f"the names of two files say that they are in the same format: {path}")
-        run, settings = run_llama_bench, PEERS[name].settings
         if args.batched:
-            run, settings = run_batched_bench, PEERS[name].batched
-        benches[key] = partial(run, args, found, path, settings)
+            benches[key] = partial(run_batched_bench, args, found, path, PEERS[name].batched)
+        else:
+            benches[key] = partial(run_llama_bench, args, found, path, PEERS[name].settings)
     return benches
 
 

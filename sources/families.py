@@ -402,8 +402,9 @@ def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -
     by_layer = fields.take("per_layer_config", dict.fromkeys(layers, published))
     by_layer = {int(layer): usual | values for layer, values in by_layer.items()}
     full = by_layer.get(layers[-1], usual)
-    if {i for i in by_layer if by_layer[i] != usual} - {*layers} or any(by_layer.get(i, usual) != full for i in layers):
-        fields.refuse("per_layer_config", "must change the heads of all layers with full attention alike, and no others")
+    others = {i for i, values in by_layer.items() if values != usual} - {*layers}
+    if others or any(by_layer.get(i, usual) != full for i in layers):
+        fields.refuse("per_layer_config", "must change the heads of all layers with full attention, and all alike")
     return full
 
 

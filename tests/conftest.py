@@ -61,6 +61,7 @@ VOCABULARY = 131
 
 BLOOM, PHI3, GRANITE = transformers.BloomConfig, transformers.Phi3Config, transformers.GraniteConfig
 GEMMA3, OLMO2, OLMO3 = transformers.Gemma3TextConfig, transformers.Olmo2Config, transformers.Olmo3Config
+GEMMA4, GEMMA4_UNIFIED = transformers.Gemma4TextConfig, transformers.Gemma4UnifiedTextConfig
 MINISTRAL3, QWEN35, LFM2 = transformers.Ministral3Config, transformers.Qwen3_5TextConfig, transformers.Lfm2Config
 MIXTRAL, QWEN3_MOE = transformers.MixtralConfig, transformers.Qwen3MoeConfig
 QWEN35_MOE, LFM2_MOE, NANOCHAT = (

@@ -484,6 +484,8 @@ class Attention(TokenMixer):
             "qk_norm_whole": self.config.qk_norm_whole,
             "q_norm": getattr(self.q_norm, "weight", None),
             "k_norm": getattr(self.k_norm, "weight", None),
+            "v_norm": getattr(self.v_norm, "weight", None),
+            "keys_as_values": self.keys_as_values,
         }
 
     def flops(self, context: int) -> int:

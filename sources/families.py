@@ -157,6 +157,7 @@ class Family:
     gguf_architecture: str | None = None  # None: no GGUF file names this family as its architecture
     gguf_layout: Layout = GGUF_LAYOUT
     partial_rotary: bool = False  # a part of each head may be rotated, in GGUF files
+    keys_as_values: bool = False  # GGUF files may lack the values of layers without a sliding window
     gguf_experts: bool = False  # GGUF files may have experts, in all layers except the leading dense ones
     gguf_scoring: str = "softmax"  # of their router: see config.Experts
     # The Config of a GGUF file -> the fields of Config that the metadata lacks.
@@ -406,6 +407,10 @@ def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -
     if others or any(by_layer.get(i, usual) != full for i in layers):
         fields.refuse("per_layer_config", "must change the heads of all layers with full attention, and all alike")
     return full
+
+
+def gemma4_gguf_fields(config: Config) -> dict:
+    return gguf_windows(config, 6, 10000.0) | gemma4_constants(config.dim)
 
 
 def gemma4_constants(dim: int) -> dict:
@@ -691,6 +696,11 @@ GEMMA4_LAYOUT = replace(
     renames=MULTIMODAL_RENAMES,
     whole_names={"scale.weight": "layer_scalar"},
     constants={"attention.v_norm": 1.0},
+)
+GEMMA4_GGUF_LAYOUT = replace(
+    GGUF_LAYOUT,
+    names=GGUF_NAMES | {"scale": ["layer_output_scale"]},
+    constants=GEMMA4_LAYOUT.constants,
 )
 MIXTRAL_LAYOUT = replace(
     LLAMA_LAYOUT,
@@ -1033,7 +1043,12 @@ RECORDS = [
         defaults=GEMMA4_DEFAULTS | {"hidden_size_per_layer_input": 256},
         multimodal="gemma4",
         layout=GEMMA4_LAYOUT,
+        gguf_architecture="gemma4",
+        gguf_layout=GEMMA4_GGUF_LAYOUT,
+        keys_as_values=True,
+        gguf_fields=gemma4_gguf_fields,
     ),
+    # Its GGUF files have the architecture gemma4.
     Family(
         "gemma4_unified_text",
         ["Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"],

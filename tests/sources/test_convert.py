@@ -673,7 +673,7 @@ def test_what_a_gguf_sentencepiece_tokenizer_may_leave_out(tmp_path, sentencepie
 
 @pytest.mark.parametrize("extra, tensors, why", [
     ({"tokenizer.ggml.pre": "viking"}, {}, "tokenizer.ggml.pre 'viking' is not known; known: dbrx"),
-    ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer kind 'bert' is not known; known: gpt2, llama"),
+    ({"tokenizer.ggml.model": "bert"}, {}, "tokenizer kind 'bert' is not known; known: gpt2, llama, gemma4"),
     ({"llama.rope.dimension_count": 4}, {}, "rope.dimension_count = 4 rotates a part"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, {}, "longrope"),
     ({}, {"blk.1.ffn_up.weight": None}, "lacks tensor blk.1.ffn_up.weight"),

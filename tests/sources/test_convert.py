@@ -97,7 +97,8 @@ def gemma4_config(directory, layers=3, **changes):
     """The Config of Gemma 4 31B with these fields in its text_config; ... leaves a field out."""
     fields = json.loads((CONFIGS / "transformers5__Gemma-4-31B.json").read_text())
     kinds = fields["text_config"]["layer_types"][6 - layers : 6]
-    text = fields["text_config"] | {"num_hidden_layers": layers, "layer_types": kinds, "per_layer_config": ...} | changes
+    text = fields["text_config"] | {"num_hidden_layers": layers, "layer_types": kinds, "per_layer_config": ...}
+    text |= changes
     fields["text_config"] = {name: value for name, value in text.items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(fields))
     return hf_config(directory)

@@ -9,7 +9,7 @@ prompt and its answer.
 import math
 import types
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args, get_origin
+from typing import Literal, NamedTuple, get_args, get_origin
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ends of the ramp are rounded to whole dimensions
     attention_factor: float = 1.0  # yarn, longrope: cos and sin are multiplied by it
-    factors: tuple[float, ...] = ()  # factors, longrope: a divisor for each frequency
+    # factors, longrope: a divisor for each frequency. MAX_NUMBER makes a frequency 0: these dimensions are not rotated
+    factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()  # longrope: the factors for rows longer than original_max_seq_length
 
     def __post_init__(self):
@@ -46,6 +47,14 @@ class RopeScaling:
             raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
         if self.kind == "longrope" and len(self.long_factors) != len(self.factors):
             raise ValueError(f"longrope has {len(self.factors)} factors, but {len(self.long_factors)} long_factors")
+
+
+class Rope(NamedTuple):
+    """The RoPE of one layer."""
+
+    base: float  # math.inf: queries and keys are not rotated
+    scaling: RopeScaling | None
+    head_dim: int  # E
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,7 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm on every query and key head
     qk_norm_whole: bool = False  # OLMo 2: qk_norm is over all query heads together, and over all key heads
+    value_norm: bool = False  # Gemma 4: RMSNorm on every value head; families without weights for it have ones
     attention_gate: bool = False  # Qwen3.5: the output of attention is multiplied by the sigmoid of a gate
     delta_net: DeltaNet | None = None  # Qwen3.5: some layers have a gated delta net instead of attention
     short_conv: ShortConv | None = None  # LFM2: some layers have a short convolution instead of attention
@@ -178,6 +188,11 @@ class Config:
     sliding_window: int | None = None  # Mistral: a token attends to this many positions, its own included
     sliding_layers: tuple[int, ...] | None = None  # the layers with a sliding window; None means all
     sliding_rope_base: float | None = None  # Gemma 3: layers with a sliding window have this base, and no rope_scaling
+    # Gemma 4: the layers without a sliding window have other heads. None: no layer differs
+    full_head_dim: int | None = None  # their E
+    full_kv_head: int | None = None  # their K
+    # Their values are the products of which the norm and RoPE make keys: they have no matrix of values
+    full_keys_as_values: bool = False
     layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
     rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
     query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.py)
@@ -190,6 +205,7 @@ class Config:
     embedding_scale: float = 1.0  # Gemma, Granite: the embeddings are multiplied by it
     attention_scale: float | None = None  # Granite: factor of queries times keys; None means head_dim ** -0.5
     residual_scale: float = 1.0  # Granite: factor of the outputs of attention and MLP
+    layer_scale: bool = False  # Gemma 4: each block multiplies its result by a number of its own
     logits_scale: float = 1.0  # Granite: factor of the logits
     logits_softcap: float | None = None  # nanochat: c tanh(logits / c) instead of the logits
 
@@ -209,8 +225,10 @@ class Config:
 
         if self.n_token is not None and self.n_token > self.vocab_size:
             raise ValueError(f"n_token {self.n_token} is more than vocab_size {self.vocab_size}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        for name in ("n_kv_head", "full_kv_head"):
+            heads = getattr(self, name)
+            if heads is not None and self.n_head % heads:
+                raise ValueError(f"n_head {self.n_head} is not a multiple of {name} {heads}")
         layers_with = {"sliding_layers": self.sliding_layers, "layers_without_rope": self.layers_without_rope}
         used = [name for name in RECURRENT_PARTS if getattr(self, name) is not None]
         if len(used) > 1:
@@ -227,11 +245,15 @@ class Config:
 
     def _check_rope(self):
         """ValueError if the fields of positions do not fit each other."""
-        rotated = self.rotary_dim or self.head_dim
-        if self.head_dim % 2 and not self.alibi:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of dimensions")
-        if rotated > self.head_dim or (rotated % 2 and not self.alibi):
-            raise ValueError(f"rotary_dim {rotated} is odd, or more than head_dim {self.head_dim}")
+        full_head_dim = self.full_head_dim or self.head_dim
+        rotated = self.rotary_dim or full_head_dim
+        for name, width in (("head_dim", self.head_dim), ("full_head_dim", full_head_dim)):
+            if width % 2 and not self.alibi:
+                raise ValueError(f"{name} {width} is odd: rotary embedding turns pairs of dimensions")
+        if self.full_head_dim is not None and (self.rotary_dim is not None or self.sliding_rope_base is None):
+            raise ValueError("full_head_dim needs sliding_rope_base, and no rotary_dim")
+        if rotated > full_head_dim or (rotated % 2 and not self.alibi):
+            raise ValueError(f"rotary_dim {rotated} is odd, or more than head_dim {full_head_dim}")
 
         scaling = self.rope_scaling
         if self.query_scale_beta is not None and not (scaling and scaling.original_max_seq_length):
@@ -243,10 +265,14 @@ class Config:
         if scaling.kind in ("factors", "longrope") and len(scaling.factors) != rotated // 2:
             raise ValueError(f"RoPE has {len(scaling.factors)} factors for {rotated} dimensions")
 
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """H, K, E: the numbers of query heads and of key/value heads, and their width."""
-        return self.n_head, self.n_kv_head, self.head_dim
+    def heads(self, layer: int) -> tuple[int, int, int]:
+        """H, K, E of one layer: the numbers of query heads and of key/value heads, and their width."""
+        K = self.n_kv_head
+        E = self.head_dim
+        if self.window(layer) is None:
+            K = self.full_kv_head or K
+            E = self.full_head_dim or E
+        return self.n_head, K, E
 
     @property
     def recurrent(self) -> DeltaNet | ShortConv | None:
@@ -258,11 +284,6 @@ class Config:
         """Whether a layer has attention, and so keys and values."""
         return self.recurrent is None or layer not in self.recurrent.layers
 
-    @property
-    def attention_layers(self) -> int:
-        """The number of layers with attention."""
-        return self.n_layer - len(self.recurrent.layers if self.recurrent else ())
-
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts. The MTP layer is number n_layer."""
         return self.experts is not None and (layer in self.experts.layers or layer == self.n_layer)
@@ -272,15 +293,16 @@ class Config:
         slides = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if slides else None
 
-    def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
-        """The base and the scaling of one layer's RoPE."""
+    def rope(self, layer: int) -> Rope:
+        """The RoPE of one layer."""
+        E = self.heads(layer)[2]
         if layer in self.layers_without_rope:
-            return math.inf, None
+            return Rope(math.inf, None, E)
         if self.sliding_rope_base is not None and self.window(layer) is not None:
-            return self.sliding_rope_base, None
-        return self.rope_base, self.rope_scaling
+            return Rope(self.sliding_rope_base, None, E)
+        return Rope(self.rope_base, self.rope_scaling, E)
 
-    def different_ropes(self) -> list[tuple[float, RopeScaling | None]]:
+    def different_ropes(self) -> list[Rope]:
         """What `rope` returns for all layers, each value once: a table of cos and sin is made for
         each."""
         return list(dict.fromkeys(map(self.rope, range(self.n_layer))))

@@ -162,10 +162,10 @@ mixers.recurrent.outer 071d36748d1b 87cc9421ed6f
 mixers.recurrent.runs_of 6bd892d0feea 058b8489ffe8
 mixers.recurrent.unit_length 85847cba18d1 de3054f627dc
 model.Attention.forward 9bb586f1946e 5b1b7a949cff
-model.Attention.normalize 54b8932c1030 3b87034d1f93
-model.Attention.read c2845ee3b53a 2fd8ea81c092
+model.Attention.normalize 345e82d40191 29a01b66065f
+model.Attention.read e4ad949f4c58 c99cf5d1a6b2
 model.Block.add 2516a9dbc506 a0c8ed2d3606
-model.Block.forward b9bcef193506 4552b86e6cac
+model.Block.forward 2cce3d531dea 6d6b2311bf95
 model.KVCache.write 764453571dce a345fabb79d1
 model.MLP.forward a13152ae1272 46643114810e
 model.Transformer.head cb82a187cb3a 9af876eeb56f

@@ -384,12 +384,14 @@ define(
 define("release_experts(int[] handles) -> ()")
 define("sparse_mlp(Tensor x, Tensor input_pos, Tensor(a!) counts, int experts) -> Tensor", empty_like_first)
 define(
-    "prepare_block(*, ScalarType dtype, float eps, float residual_scale, bool post_norm_residual, str activation, "
+    "prepare_block(*, ScalarType dtype, float eps, float residual_scale, bool post_norm_residual, float layer_scale, "
+    "str activation, "
     "Tensor? attention_norm, Tensor? attention_norm_bias, Tensor? attention_post_norm, "
     "Tensor? mlp_norm, Tensor? mlp_norm_bias, Tensor? mlp_post_norm, "
     "int qkv, int? out=None, int? up=None, int? down=None, int? experts=None, "
     "int H=0, int K=0, int E=0, int gates=0, float scale=1.0, int? window=None, int rope_table=0, "
-    "bool qk_norm_whole=False, Tensor? q_norm=None, Tensor? k_norm=None, "
+    "bool qk_norm_whole=False, Tensor? q_norm=None, Tensor? k_norm=None, Tensor? v_norm=None, "
+    "bool keys_as_values=False, "
     "Tensor? conv_weight=None, Tensor? conv_bias=None, "
     "int n=0, int m=0, int dk=0, int dv=0, Tensor? decay_weight=None, Tensor? decay_bias=None, "
     "Tensor? delta_norm=None) -> int"

@@ -186,6 +186,14 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+class Scale(nn.Module):
+    """A number (1,), by which a block multiplies its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = empty_parameter(1)
+
+
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 
 
@@ -212,6 +220,10 @@ class TokenMixer(nn.Module):
     def linears(self) -> list[nn.Module]:
         """The linear layers in the order in which fused kernels take them: of the inputs, of the output."""
         raise NotImplementedError
+
+    def kv_bytes(self, lengths: list[int], dtype: torch.dtype) -> int:
+        """The bytes of keys and values that a decode step reads. lengths: the filled positions of each row."""
+        return 0
 
     def flops(self, context: int) -> int:
         """The FLOPs of a token after `context` other tokens, without the products with weights."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from backend import Backend
 from config import Config
 from kernels import attention, rms_norm
-from layers import VOCABULARY, Embedding, FeedForward, Linear, RMSNorm, TokenMixer, Units, make_norm
+from layers import VOCABULARY, Embedding, FeedForward, Linear, RMSNorm, Scale, TokenMixer, Units, make_norm
 from positions import Positions, rotate
 
 # ---------------------------------------------------------------- a model that is not split
@@ -220,7 +220,8 @@ class Transformer(nn.Module):
         from mixers.recurrent import snapshot_slots
 
         # An MTP layer may be left out, so its cache does not count.
-        kv_bytes = rows * T * position_bytes(self.own_config, dtype)
+        states = [block.mixer.state for block in self.blocks]
+        kv_bytes = sum(state.nbytes(rows, T, dtype) for state in states if not state.is_recurrent)
         if limit is not None:
             limit //= self.shard.ranks
         return snapshot_slots(self.recurrent_states, rows, T, kv_bytes, dtype, limit)
@@ -249,12 +250,7 @@ class Transformer(nn.Module):
 
         lengths: the filled positions of each row. The fallbacks in plain PyTorch read more.
         """
-        config = self.own_config
-        if config.sliding_window is not None:
-            windows = [config.window(layer) for layer in range(config.n_layer)]
-            positions = sum(min(length, window or length) for window in windows for length in lengths)
-            return positions * position_bytes(config, self.dtype) // config.n_layer
-        return sum(lengths) * position_bytes(config, self.dtype)
+        return sum(block.mixer.kv_bytes(lengths, self.dtype) for block in self.blocks)
 
     @property
     def recurrent_bytes(self) -> int:
@@ -374,6 +370,7 @@ class Block(nn.Module):
         self.mlp_name = mlp.name
         self._modules[mlp.name] = mlp
         self.mlp_post_norm = make_norm(config) if norm_after else None
+        self.scale = Scale() if config.layer_scale else None
 
     # The tensors of checkpoints are named after the kinds of layers, so the two modules are, too:
     # "attention", "delta_net" or "short_conv"; "mlp" or "experts".
@@ -398,7 +395,8 @@ class Block(nn.Module):
 
         h = x if self.mlp_norm is None else self.mlp_norm(x)
         y = self.mlp(h, input_pos)
-        return self.add(x, h, y, self.mlp_post_norm)
+        x = self.add(x, h, y, self.mlp_post_norm)
+        return x if self.scale is None else x * self.scale.weight
 
     def add(self, x: Tensor, h: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
         """The residual connection: x, or in some families its norm h, plus the output y of
@@ -438,17 +436,22 @@ class Attention(TokenMixer):
     def __init__(self, config: Config, layer: int, shard):
         super().__init__()
         self.config = config
-        self.cache = KVCache(config)
         self.window = config.window(layer)
-        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.heads = config.heads(layer)
+        H, K, E = self.heads
+        self.cache = KVCache(K, E)
+        self.scale = config.attention_scale or E**-0.5
 
-        H, K, E = config.heads
-        # Weight rows: q, then its gate (of the same shape), if there is one, then k, then v.
+        # Weight rows: q, then its gate (of the same shape), if there is one, then k, then v, if there is a matrix of
+        # values.
         self.gate_heads = H if config.attention_gate else 0
+        self.keys_as_values = config.full_keys_as_values and self.window is None
         queries = Units("n_head", H, E)
         keys = Units("n_head", H, E, shared_by=H // K)
-        rows = [[queries, queries] if self.gate_heads else [queries], [keys], [keys]]
-        self.qkv = Linear(config.dim, (H + self.gate_heads + 2 * K) * E, config.qkv_bias, rows)
+        rows = [[queries, queries] if self.gate_heads else [queries], [keys]]
+        if not self.keys_as_values:
+            rows.append([keys])
+        self.qkv = Linear(config.dim, sum(units.size for piece in rows for units in piece), config.qkv_bias, rows)
         self.out = Linear(H * E, config.dim, config.out_bias, columns=[queries])
 
         self.q_norm = None
@@ -459,6 +462,7 @@ class Attention(TokenMixer):
         elif config.qk_norm:
             self.q_norm = RMSNorm(E, config.norm_eps)
             self.k_norm = RMSNorm(E, config.norm_eps)
+        self.v_norm = RMSNorm(E, config.norm_eps) if config.value_norm else None
 
     @property
     def state(self) -> "KVCache":
@@ -469,7 +473,7 @@ class Attention(TokenMixer):
         return [self.qkv, self.out]
 
     def block_arguments(self) -> dict:
-        H, K, E = self.config.heads
+        H, K, E = self.heads
         return {
             "H": H,
             "K": K,
@@ -480,11 +484,16 @@ class Attention(TokenMixer):
             "qk_norm_whole": self.config.qk_norm_whole,
             "q_norm": getattr(self.q_norm, "weight", None),
             "k_norm": getattr(self.k_norm, "weight", None),
+            "v_norm": getattr(self.v_norm, "weight", None),
+            "keys_as_values": self.keys_as_values,
         }
 
     def flops(self, context: int) -> int:
-        H, _, E = self.config.heads
+        H, _, E = self.heads
         return 4 * H * E * min(context, self.window or context)
+
+    def kv_bytes(self, lengths: list[int], dtype: torch.dtype) -> int:
+        return sum(min(length, self.window or length) for length in lengths) * self.cache.position_bytes(dtype)
 
     def forward(self, x: Tensor, input_pos: Tensor, rows: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         q, gate = self.read(x, rope, input_pos, rows)
@@ -498,16 +507,19 @@ class Attention(TokenMixer):
         """Write the keys and values of tokens. Returns their queries (B,S,H,E), and the gate of the
         output (B,S,H,E) or None."""
         B, S, _ = x.shape
-        H, K, E = self.config.heads
+        H, K, E = self.heads
         qkv = self.qkv(x).view(B, S, -1, E)
+        v = qkv[:, :, -K:]  # (B,S,K,E); the products for keys, if they are the values, too
         gate = None
         if self.gate_heads:
-            q, gate, k, v = qkv.split([H, self.gate_heads, K, K], dim=2)
+            q, gate, k = qkv[:, :, : 2 * H + K].split([H, H, K], dim=2)
             qk = torch.cat([q, k], dim=2)
         else:
-            qk, v = qkv.split([H + K, K], dim=2)  # (B,S,H+K,E), (B,S,K,E)
+            qk = qkv[:, :, : H + K]  # (B,S,H+K,E)
         if self.q_norm is not None:
             qk = self.normalize(qk)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if rope is not None:
             qk = rotate(qk, rope)
         q, k = qk.split([H, K], dim=2)  # (B,S,H,E), (B,S,K,E)
@@ -520,7 +532,7 @@ class Attention(TokenMixer):
     def normalize(self, qk: Tensor) -> Tensor:
         """The norms of queries and keys (B,S,H+K,E): over each head, or over all heads together."""
         B, S = qk.shape[:2]
-        H, K, E = self.config.heads
+        H, K, E = self.heads
         q, k = qk.split([H, K], dim=2)
         if self.config.qk_norm_whole:
             q = q.flatten(2)  # (B,S,H*E)
@@ -545,10 +557,10 @@ class KVCache(nn.Module):
 
     is_recurrent = False
 
-    def __init__(self, config: Config):
+    def __init__(self, K: int, E: int):
         super().__init__()
-        self.n_kv_head = config.n_kv_head
-        self.head_dim = config.head_dim
+        self.n_kv_head = K
+        self.head_dim = E
 
     def allocate(self, R: int, T: int, zeros: Callable, dtype: torch.dtype):
         """Make an empty cache. zeros(shape, dtype=...) makes its tensors."""
@@ -571,21 +583,15 @@ class KVCache(nn.Module):
 
     def nbytes(self, R: int, T: int, dtype: torch.dtype) -> int:
         """The bytes that `allocate` takes."""
-        return 2 * R * T * self.n_kv_head * self.head_dim * dtype.itemsize
+        return R * T * self.position_bytes(dtype)
+
+    def position_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes of the keys and values of one position."""
+        return 2 * self.n_kv_head * self.head_dim * dtype.itemsize
 
     def step_bytes(self, dtype: torch.dtype) -> int:
         """The bytes that each step reads and writes, whatever the length of a row is."""
         return 0
-
-
-def position_bytes(config: Config, dtype: torch.dtype) -> int:
-    """The bytes of the keys and values of one position in all layers except the MTP layer."""
-    return config.attention_layers * layer_position_bytes(config, dtype)
-
-
-def layer_position_bytes(config: Config, dtype: torch.dtype) -> int:
-    """The bytes of the keys and values of one position in one layer."""
-    return 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
 
 class MLP(FeedForward):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, RopeScaling
+from config import MAX_NUMBER, Config, RopeScaling
 
 
 def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor:
@@ -29,7 +29,8 @@ def rope_frequencies(E: int, base: float, scaling: RopeScaling | None) -> Tensor
     if scaling.kind == "linear":
         return freqs / scaling.factor
     if scaling.kind in ("factors", "longrope"):
-        return freqs / torch.tensor(scaling.factors)
+        divisors = torch.tensor(scaling.factors)
+        return torch.where(divisors < MAX_NUMBER, freqs / divisors, 0.0)
 
     keep = kept_llama3(freqs, scaling) if scaling.kind == "llama3" else kept_yarn(E, base, scaling)
     keep = keep.clamp(0, 1)
@@ -93,8 +94,8 @@ class Positions(nn.Module):
     """The tables that all layers of a model look up positions in, for cache rows of T slots.
 
     rope_cos, rope_sin: (P,T,1,E) float32 for the P different results of Config.rope, in their
-    order; None with ALiBi. They are tables, because a compiled cosine differs from the eager one in
-    the last bit.
+    order; None with ALiBi. If heads differ in width, E is the largest, and `widths` has the width of each
+    table. They are tables, because a compiled cosine differs from the eager one in the last bit.
     query_scales: (T,1,1) float32, what a query is multiplied by (Ministral 3), or None.
     slopes: (H,) float32, ALiBi's slopes, or None.
 
@@ -106,6 +107,7 @@ class Positions(nn.Module):
     def __init__(self, config: Config, T: int, heads: range, device: torch.device):
         super().__init__()
         slots = torch.arange(T, device=device)[None]  # (1,T)
+        self.widths = [rope.head_dim for rope in config.different_ropes()]
         cos, sin = rope_tables(config, slots)
         slopes = alibi_slopes(config.n_head)[list(heads)].to(device) if config.alibi else None
         self.register_buffer("query_scales", query_scales(config, slots), persistent=False)
@@ -121,7 +123,10 @@ class Positions(nn.Module):
         """
         if self.rope_cos is None:
             return [None]
-        return [(cos[input_pos], sin[input_pos]) for cos, sin in zip(self.rope_cos.unbind(), self.rope_sin.unbind())]
+        found = []
+        for cos, sin, width in zip(self.rope_cos.unbind(), self.rope_sin.unbind(), self.widths):
+            found.append((cos[..., :width][input_pos], sin[..., :width][input_pos]))
+        return found
 
 
 def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -130,13 +135,17 @@ def rope_tables(config: Config, slots: Tensor) -> tuple[Tensor | None, Tensor | 
     if config.alibi:
         return None, None
 
-    rotated = config.rotary_dim or config.head_dim
+    ropes = config.different_ropes()
+    widest = max(rope.head_dim for rope in ropes)
     tables = []
-    for base, scaling in config.different_ropes():
+    for base, scaling, E in ropes:
+        rotated = config.rotary_dim or E
         freqs = rope_frequencies(rotated, base, scaling)
-        freqs = F.pad(freqs, (0, (config.head_dim - rotated) // 2))  # the other dimensions are not rotated
-        tables.append(rope_table(freqs.to(slots.device), scaling, slots))
-    return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
+        freqs = F.pad(freqs, (0, (E - rotated) // 2))  # the other dimensions are not rotated
+        table = torch.stack(rope_table(freqs.to(slots.device), scaling, slots))  # (2,1,T,1,E)
+        tables.append(F.pad(table, (0, widest - E)))
+    cos, sin = torch.cat(tables, 1)  # (P,T,1,E) each
+    return cos, sin
 
 
 def query_scales(config: Config, slots: Tensor) -> Tensor | None:

@@ -130,6 +130,7 @@ class Shard:
         own = {
             "n_head": len(self.own(H)),
             "n_kv_head": len(self.own_heads(H, H // config.n_kv_head)),
+            "full_kv_head": config.full_kv_head and len(self.own_heads(H, H // config.full_kv_head)),
             "hidden_dim": len(self.own_hidden("mlp", config.hidden_dim)) or 1,  # 0 only if no layer has such an MLP
             "vocab_size": -(-config.vocab_size // self.ranks),
             "n_token": None,

@@ -95,6 +95,7 @@ struct PreparedBlock {
   float eps;
   float residual_scale;     // of the outputs of token mixer and MLP, before they are added to x
   bool post_norm_residual;  // these outputs are added to the normed inputs, not to x
+  float layer_scale;        // of the result of the block
   Activation activation;
 
   // The token mixer: attention; or a gated delta net, if net.m is not 0; or else a short convolution, if conv.channels
@@ -114,6 +115,8 @@ struct PreparedBlock {
   bool qk_norm_whole;
   const float* q_norm;  // (E,), or (H*E,) if qk_norm_whole
   const float* k_norm;  // (E,), or (K*E,)
+  const float* v_norm;  // (E,)
+  bool keys_as_values;  // qkv has no values: they are its keys, before k_norm and RoPE
   int64_t rope_table;   // which of the tables of cos and sin it uses
   bool only_keys;       // computes only keys and values, and no result: the block has no layer except qkv
 
@@ -242,25 +245,26 @@ struct Block {
     apply_norm(team, from, norm, to, [&](int64_t m) { prepare_input<T>(l, in, m, 0, l.groups()); });
   }
 
-  // to = from + the product of a layer, after a norm (if post_norm is not null) and the residual scale.
+  // to = (from + the product of a layer, after a norm (if post_norm is not null) and the residual scale) * scale.
   void add_product(const Team& team, const Layer& l, const Input& in, const T* from, const float* post_norm,
-                   T* to) const {
-    const bool is_sum = !post_norm && prepared.residual_scale == 1.0f;
+                   float scale, T* to) const {
+    const bool is_sum = !post_norm && prepared.residual_scale == 1.0f && scale == 1.0f;
     T* y = is_sum ? to : product;
     matmul<T>(team, l, in, M, is_sum ? from : nullptr, y);
     team.barrier();
     if (is_sum) return;
     team.split(M, 1, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) add_scaled(m, from, y, post_norm, to);
+      for (; m < end; m++) add_scaled(m, from, y, post_norm, scale, to);
     });
     team.barrier();
   }
 
-  void add_scaled(int64_t m, const T* from, T* y, const float* post_norm, T* to) const {
+  void add_scaled(int64_t m, const T* from, T* y, const float* post_norm, float scale, T* to) const {
     const int64_t D = prepared.D;
     T* row = y + m * D;
     if (post_norm) rms_norm_row(row, post_norm, row, D, prepared.eps);
     add_scaled_row(from + m * D, row, prepared.residual_scale, to + m * D, D);
+    if (scale != 1.0f) scale_row(to + m * D, scale, D);
   }
 
   void run_experts(const Team& team) const {
@@ -268,23 +272,23 @@ struct Block {
     apply_norm(team, residual, p.mlp_norm, mlp_normed, [&](int64_t m) { experts.prepare_row(m); });
     experts.run(team);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
-    const bool is_sum = !p.mlp_post_norm && p.residual_scale == 1.0f;
+    const bool is_sum = !p.mlp_post_norm && p.residual_scale == 1.0f && p.layer_scale == 1.0f;
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {
         experts.add_outputs(m, is_sum ? from + m * p.D : nullptr, (is_sum ? result : product) + m * p.D);
-        if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, result);
+        if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, p.layer_scale, result);
       }
     });
     team.barrier();
   }
 
-  // QK-norm, RoPE (arXiv:2104.09864) and the scale of queries, in place; then keys and values are copied to the caches.
-  // The heads of a token in qkv are queries, gates, keys and values, in this order.
+  // QK-norm, RoPE (arXiv:2104.09864) and the scale of queries, in place; then keys and values are copied to the caches,
+  // values with their norm. The heads of a token in qkv are queries, gates, keys and values, in this order.
   void rotate_and_cache(const Team& team) const {
     const auto& a = attention;
     const int64_t E = a.E;
     const int64_t first_key = a.H + prepared.gates;
-    const int64_t per_token = first_key + 2 * a.K;
+    const int64_t per_token = first_key + (prepared.keys_as_values ? 1 : 2) * a.K;
     if (prepared.qk_norm_whole) {
       team.split(M, 1, [&](int64_t m, int64_t end) {
         for (; m < end; m++) {
@@ -303,18 +307,19 @@ struct Block {
         if (h >= a.H && h < first_key) continue;  // a gate
         T* head = qkv + at * E;
         const float* weight = h < a.H ? prepared.q_norm : prepared.k_norm;
-        if (h < first_key + a.K) {
-          if (weight && !prepared.qk_norm_whole) rms_norm_row(head, weight, head, E, prepared.eps);
-          if (cos) rotate(head, cos + m * E, sin + m * E, E);
-        }
-        const int64_t slot = a.positions[m] < 0 ? a.slots - 1 : a.positions[m];  // padding goes to the scratch slot
-        if (h < a.H) {
-          if (query_scales) scale_row(head, query_scales[slot], E);
-          continue;
-        }
         const int64_t row = a.rows ? a.rows[m / a.S] : m / a.S;
-        T* cache = h < first_key + a.K ? k : v;
-        std::copy(head, head + E, cache + ((row * a.K + (h - first_key) % a.K) * a.slots + slot) * E);
+        const int64_t slot = a.positions[m] < 0 ? a.slots - 1 : a.positions[m];  // padding goes to the scratch slot
+        const int64_t in_cache = ((row * a.K + (h - first_key) % a.K) * a.slots + slot) * E;  // of a key or value
+        const bool is_value = h >= first_key + a.K;
+        if (is_value || (prepared.keys_as_values && h >= first_key)) {
+          if (prepared.v_norm) rms_norm_row(head, prepared.v_norm, v + in_cache, E, prepared.eps);
+          else std::copy(head, head + E, v + in_cache);
+          if (is_value) continue;
+        }
+        if (weight && !prepared.qk_norm_whole) rms_norm_row(head, weight, head, E, prepared.eps);
+        if (cos) rotate(head, cos + m * E, sin + m * E, E);
+        if (h >= first_key) std::copy(head, head + E, k + in_cache);
+        else if (query_scales) scale_row(head, query_scales[slot], E);
       }
     });
     team.barrier();
@@ -554,7 +559,7 @@ struct Block {
     }
     team.begin(OUT);
     prepare_input_rows<T>(team, p.out, to_out, M);
-    add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, residual);
+    add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, 1.0f, residual);
     team.begin(p.experts ? EXPERTS : NORM);
     if (p.experts) return run_experts(team);
     apply_norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
@@ -563,7 +568,8 @@ struct Block {
     team.barrier();
     activate(team);
     team.begin(DOWN);
-    add_product(team, p.down, to_down, p.post_norm_residual ? mlp_normed : residual, p.mlp_post_norm, result);
+    const T* from = p.post_norm_residual ? mlp_normed : residual;
+    add_product(team, p.down, to_down, from, p.mlp_post_norm, p.layer_scale, result);
   }
 };
 

@@ -400,7 +400,8 @@ void keep_mlp(PreparedBlock& p, std::optional<int64_t> up, std::optional<int64_t
 // Returns a handle of a block for the operation `blocks`. The fields of PreparedBlock explain the arguments. Each token
 // mixer has its own arguments; for other mixers, they are 0 or None. Layers are handles.
 int64_t prepare_block(
-    at::ScalarType dtype, double eps, double residual_scale, bool post_norm_residual, std::string_view activation,
+    at::ScalarType dtype, double eps, double residual_scale, bool post_norm_residual, double layer_scale,
+    std::string_view activation,
     // The norms before and after the token mixer and the MLP, and the layers. A sparse block has `experts` and neither
     // up nor down. A block with no layer except qkv only writes keys and values.
     const MaybeTensor& attention_norm, const MaybeTensor& attention_norm_bias, const MaybeTensor& attention_post_norm,
@@ -408,7 +409,8 @@ int64_t prepare_block(
     std::optional<int64_t> out, std::optional<int64_t> up, std::optional<int64_t> down, std::optional<int64_t> experts,
     // Attention:
     int64_t H, int64_t K, int64_t E, int64_t gates, double scale, std::optional<int64_t> window, int64_t rope_table,
-    bool qk_norm_whole, const MaybeTensor& q_norm, const MaybeTensor& k_norm,
+    bool qk_norm_whole, const MaybeTensor& q_norm, const MaybeTensor& k_norm, const MaybeTensor& v_norm,
+    bool keys_as_values,
     // A gated delta net or a short convolution: its weight is (width,channels).
     const MaybeTensor& conv_weight, const MaybeTensor& conv_bias,
     // A gated delta net:
@@ -420,6 +422,7 @@ int64_t prepare_block(
   p.eps = eps;
   p.residual_scale = residual_scale;
   p.post_norm_residual = post_norm_residual;
+  p.layer_scale = layer_scale;
   p.activation = activation_named(activation);
   p.attention_norm.weight = keep_floats(p, attention_norm, "attention_norm", {p.D});
   p.attention_norm.bias = keep_floats(p, attention_norm_bias, "attention_norm_bias", {p.D});
@@ -450,8 +453,10 @@ int64_t prepare_block(
     p.qk_norm_whole = qk_norm_whole;
     p.q_norm = keep_floats(p, q_norm, "q_norm", {qk_norm_whole ? H * E : E});
     p.k_norm = keep_floats(p, k_norm, "k_norm", {qk_norm_whole ? K * E : E});
+    p.v_norm = keep_floats(p, v_norm, "v_norm", {E});
+    p.keys_as_values = keys_as_values;
     p.only_keys = !out;
-    qkv_width = (H + gates + 2 * K) * E;
+    qkv_width = (H + gates + (keys_as_values ? 1 : 2) * K) * E;
     mixed_width = H * E;
   }
   if (m) {

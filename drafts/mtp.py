@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from costs import reads_of
 from drafts.draft import Draft, Proposal, full_width_choices
 from engine import Batch, Engine
-from model import Transformer, layer_position_bytes, soft_cap
+from model import Transformer, soft_cap
 from sampling import Sampling, sample
 
 HEAD_ROWS = 32768  # tokens from this id on are never proposed
@@ -57,7 +57,7 @@ class MtpDraft(Draft):
 
     def bytes_read(self, k: int, positions: list[int]) -> tuple[float, float]:
         model = self.engine.model
-        kv = sum(positions) * layer_position_bytes(model.own_config, model.dtype)
+        kv = model.mtp.block.mixer.kv_bytes(positions, model.dtype)
         return k * self.reads.total(len(positions)), k * kv
 
 

@@ -8,6 +8,7 @@ A record says everything that the other files need to know about a family. What 
 a tensor is read, such as the order of its rows, needs no switch in the model.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -156,6 +157,7 @@ class Family:
     gguf_architecture: str | None = None  # None: no GGUF file names this family as its architecture
     gguf_layout: Layout = GGUF_LAYOUT
     partial_rotary: bool = False  # a part of each head may be rotated, in GGUF files
+    keys_as_values: bool = False  # GGUF files may lack the values of layers without a sliding window
     gguf_experts: bool = False  # GGUF files may have experts, in all layers except the leading dense ones
     gguf_scoring: str = "softmax"  # of their router: see config.Experts
     # The Config of a GGUF file -> the fields of Config that the metadata lacks.
@@ -167,19 +169,23 @@ class Family:
 MROPE = ["mrope_section", "mrope_interleaved"]  # which frequencies take the positions of images
 
 
-def shared_fields(fields: Fields, **rope) -> dict:
-    """The fields of Config that Llama and its relatives have in common. rope: arguments of hf_rope."""
+def shared_fields(fields: Fields, rope_head_dim: int | None = None, **rope) -> dict:
+    """The fields of Config that Llama and its relatives have in common.
+
+    rope_head_dim: the width of the heads that hf_rope's RoPE rotates; None means head_dim. rope: its other arguments.
+    """
     n_head = fields.take("num_attention_heads")
     n_layer = fields.take("num_hidden_layers")
     # This is checked first, because the functions below make lists with an entry for each layer.
     check_positive_int("n_layer", n_layer)
-    base, scaling, context = hf_rope(fields, **rope)
+    head_dim = fields.take("head_dim", None) or fields.take("hidden_size") // n_head
+    base, scaling, context = hf_rope(fields, rope_head_dim or head_dim, **rope)
 
     return {
         "n_layer": n_layer,
         "n_head": n_head,
         "n_kv_head": fields.take("num_key_value_heads", None) or n_head,
-        "head_dim": fields.take("head_dim", None) or fields.take("hidden_size") // n_head,
+        "head_dim": head_dim,
         "dim": fields.take("hidden_size"),
         "hidden_dim": fields.take("intermediate_size"),
         "vocab_size": fields.take("vocab_size"),
@@ -349,6 +355,66 @@ def gemma3_gguf_fields(config: Config) -> dict:
     if config.rope_scaling is not None:  # the file has the context of the scaled RoPE
         found["max_seq_length"] = int(config.max_seq_length / config.rope_scaling.factor)
     return found
+
+
+def gemma4_fields(fields: Fields) -> dict:
+    """The dense models without per-layer inputs."""
+    # Null stands for the default.
+    fields.all = {name: value for name, value in fields.all.items() if value is not None}
+    for name, value in {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}.items():
+        if fields.take(name, value) != value:
+            fields.refuse(name, f"is not supported in Gemma 4; expected {json.dumps(value)}")
+    if fields.take("use_bidirectional_attention", "vision") != "vision":
+        fields.refuse("use_bidirectional_attention", "is not supported: a token would see later ones")
+    for name in ("use_double_wide_mlp", "vocab_size_per_layer_input", "top_k_experts", "moe_intermediate_size"):
+        fields.take(name, None)  # without shared layers, per-layer inputs and experts, they have no effect
+
+    n_layer = fields.take("num_hidden_layers")
+    check_positive_int("n_layer", n_layer)
+    sliding = layers_of_kind(fields, "sliding_attention", all_but_every(6, n_layer))
+    sliding = [i for i in sliding if i < n_layer - 1]  # the last layer has full attention, whatever the fields say
+    keys_as_values = fields.take("attention_k_eq_v", False)
+    heads = gemma4_full_heads(fields, sorted({*range(n_layer)} - {*sliding}), keys_as_values)
+
+    found = shared_fields(fields, heads["head_dim"], by_kind=True) | attention_bias(fields) | sliding_rope(fields)
+    return (
+        found
+        | gemma4_constants(found["dim"])
+        | {
+            "full_head_dim": heads["head_dim"],
+            "full_kv_head": heads["num_key_value_heads"],
+            "full_keys_as_values": keys_as_values,
+            "sliding_window": fields.take("sliding_window"),
+            "sliding_layers": tuple(sliding),
+            "max_seq_length": fields.take("max_position_embeddings"),
+            "logits_softcap": fields.take("final_logit_softcapping", None),
+        }
+    )
+
+
+def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -> dict:
+    """The fields of config.json about heads, for the layers with full attention. Published files have
+    them under other names; transformers writes the fields of each layer that differ from the others'."""
+    usual = {name: fields.take(name) for name in ("head_dim", "num_key_value_heads")}
+    heads = fields.take("num_global_key_value_heads", None)
+    published = {"head_dim": fields.take("global_head_dim", 512)}
+    if keys_as_values and heads is not None:
+        published["num_key_value_heads"] = heads
+    by_layer = fields.take("per_layer_config", dict.fromkeys(layers, published))
+    by_layer = {int(layer): usual | values for layer, values in by_layer.items()}
+    full = by_layer.get(layers[-1], usual)
+    others = {i for i, values in by_layer.items() if values != usual} - {*layers}
+    if others or full.keys() != usual.keys() or any(by_layer.get(i, usual) != full for i in layers):
+        fields.refuse("per_layer_config", "must change the heads of all layers with full attention, and all alike")
+    return full
+
+
+def gemma4_gguf_fields(config: Config) -> dict:
+    return gguf_windows(config, 6, 10000.0) | gemma4_constants(config.dim)
+
+
+def gemma4_constants(dim: int) -> dict:
+    return gemma3_constants(dim) | {"attention_scale": 1.0, "value_norm": True, "layer_scale": True}
 
 
 def phi3_fields(fields: Fields) -> dict:
@@ -625,6 +691,17 @@ GEMMA3_LAYOUT = replace(
     renames=MULTIMODAL_RENAMES,
     folds=dict.fromkeys(GEMMA3_NORMS, plus_one),
 )
+GEMMA4_LAYOUT = replace(
+    POST_NORM_LAYOUT,
+    renames=MULTIMODAL_RENAMES,
+    whole_names={"scale.weight": "layer_scalar"},
+    constants={"attention.v_norm": 1.0},
+)
+GEMMA4_GGUF_LAYOUT = replace(
+    GGUF_LAYOUT,
+    names=GGUF_NAMES | {"scale": ["layer_output_scale"]},
+    constants=GEMMA4_LAYOUT.constants,
+)
 MIXTRAL_LAYOUT = replace(
     LLAMA_LAYOUT,
     names=LLAMA_NAMES | MIXTRAL_EXPERT_NAMES,
@@ -745,6 +822,23 @@ NANOCHAT_LAYOUT = replace(
 )
 
 # ---------------------------------------------------------------- the table
+
+GEMMA4_DEFAULTS = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+}
 
 RECORDS = [
     Family(
@@ -941,6 +1035,27 @@ RECORDS = [
         layout=GEMMA3_LAYOUT,
         gguf_architecture="gemma3",
         gguf_fields=gemma3_gguf_fields,
+    ),
+    Family(
+        "gemma4_text",
+        ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
+        gemma4_fields,
+        defaults=GEMMA4_DEFAULTS | {"hidden_size_per_layer_input": 256},
+        multimodal="gemma4",
+        layout=GEMMA4_LAYOUT,
+        gguf_architecture="gemma4",
+        gguf_layout=GEMMA4_GGUF_LAYOUT,
+        keys_as_values=True,
+        gguf_fields=gemma4_gguf_fields,
+    ),
+    # Its GGUF files have the architecture gemma4.
+    Family(
+        "gemma4_unified_text",
+        ["Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"],
+        gemma4_fields,
+        defaults=GEMMA4_DEFAULTS | {"sliding_window": 1024, "max_position_embeddings": 262144},
+        multimodal="gemma4_unified",
+        layout=GEMMA4_LAYOUT,
     ),
     Family(
         "phi3",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cli import UserError, print_status, printable
-from config import RopeScaling
+from config import MAX_NUMBER, RopeScaling
 
 # Fields that do not change what the model computes. They are for training, for sampling, or for
 # other programs.
@@ -142,6 +142,7 @@ ROPE_FIELDS = {
     "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
     "yarn": ["factor", *YARN_FIELDS],
     "longrope": ["factor", "short_factor", "long_factor", "attention_factor"],
+    "proportional": ["factor", "partial_rotary_factor"],
 }
 
 REQUIRED_ROPE_FIELDS = {
@@ -186,11 +187,12 @@ def rotated_dimensions(fields: Fields, head_dim: int, default: float | None = No
 
 
 def hf_rope(
-    fields: Fields, by_kind: bool = False, own_keys: Sequence[str] = ()
+    fields: Fields, head_dim: int, by_kind: bool = False, own_keys: Sequence[str] = ()
 ) -> tuple[float, RopeScaling | None, int]:
     """(base, scaling or None, longest context), from rope_parameters as transformers 5 writes it,
     or from rope_theta and rope_scaling as transformers 4 does.
 
+    head_dim: the width of the heads that are rotated.
     by_kind: RoPE may differ in layers with sliding attention; `sliding_rope` reads it for them.
     own_keys: the family's own keys in this field, which the caller reads.
     """
@@ -206,7 +208,7 @@ def hf_rope(
 
     for key in own_keys:
         rope.pop(key, None)
-    if rope.pop("partial_rotary_factor", 1) not in (None, 1):
+    if kind != "proportional" and rope.pop("partial_rotary_factor", 1) not in (None, 1):
         fields.refuse(name, "rotates a part of each head, which is not supported")
     original = rope.pop("original_max_position_embeddings", None) or context
     original = fields.take("original_max_position_embeddings", None) or original
@@ -219,6 +221,8 @@ def hf_rope(
 
     if kind == "default":
         return base, None, context
+    if kind == "proportional":
+        return base, proportional(head_dim, **values), context
     for key in REQUIRED_ROPE_FIELDS.get(kind, []):
         if key not in values:
             fields.refuse(name, f"lacks {key}")
@@ -231,6 +235,13 @@ def hf_rope(
     if context <= original:  # max_position_embeddings may be the context before it was extended
         context = int(original * values.get("factor", 1.0))
     return base, RopeScaling(kind, **values), context
+
+
+def proportional(head_dim: int, factor: float = 1.0, partial_rotary_factor: float = 1.0) -> RopeScaling:
+    """RoPE that rotates the first dimensions of each half of a head, with the frequencies of the whole head."""
+    rotated = int(partial_rotary_factor * head_dim // 2)
+    still = head_dim // 2 - rotated
+    return RopeScaling("factors", factors=(float(factor),) * rotated + (MAX_NUMBER,) * still)
 
 
 def yarn(values: dict) -> dict:

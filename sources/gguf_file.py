@@ -8,6 +8,7 @@ where the other files of a split model are.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +17,7 @@ import torch
 
 from checkpoint import make_config
 from cli import UserError, and_more, check_is_file, first_line, print_status
-from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
+from config import MAX_NUMBER, Config, DeltaNet, Experts, RopeScaling, ShortConv
 from formats import FORMATS, Quantization
 from sources.families import GGUF_FAMILIES
 from sources.fields import Fields, yarn_attention_factor
@@ -38,7 +39,8 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     ssm.state_size ssm.time_step_rank ssm.group_count full_attention_interval
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
     rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers
-    pooling_type"""
+    pooling_type attention.key_length_swa attention.value_length_swa rope.dimension_count_swa
+    final_logit_softcapping"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -51,8 +53,10 @@ SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
 # Hugging Face, whose norms are not all stored alike, so that layer is left out, too.
 OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
-# Fields of experts that change what the model computes -> the values that are supported.
-EXPERT_FIELDS = {
+# Fields that change what the model computes -> the values that are supported.
+SUPPORTED_VALUES = {
+    "attention.shared_kv_layers": [0],
+    "embedding_length_per_layer_input": [0],
     "expert_gating_func": [1, 0],  # softmax, or none is named
     "expert_weights_scale": [1.0, 0.0],
     "expert_weights_norm": [True],
@@ -127,8 +131,9 @@ class GgufFile:
         found = {name: self.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING_FIELDS.items()}
         return {name: round(x, 6) for name, x in found.items() if isinstance(x, int | float)}  # they are float32
 
-    def per_layer(self, name: str, *default):
-        """A hyperparameter that may be a list with a value for each layer, if all of them are equal.
+    def per_layer(self, name: str, *default, layers: Iterable[int] | None = None):
+        """A hyperparameter that may be a list with a value for each layer, if all of them are equal, or
+        all of these layers.
 
         Where some layers have no attention, some values may be 0.
         """
@@ -137,6 +142,8 @@ class GgufFile:
             return value
         if len(value) not in (self.hyper("block_count"), self.n_layer):
             self.refuse(name, f"does not have a value for each of {self.hyper('block_count')} layers")
+        if layers is not None:
+            value = [value[i] for i in layers]
         found = [one for one in value if one != 0 or not self.is_hybrid] or value
         if any(other != found[0] for other in found):
             self.refuse(name, "differs by layer, which is not supported")
@@ -161,16 +168,16 @@ class GgufFile:
         """Warn about unknown fields; refuse kinds of models that are not supported, and absurd sizes."""
         names = {name.removeprefix(self.fields.prefix) for name in self.metadata}
         others = {name for name in names if name.startswith(OTHER_FIELDS)}
-        expert_fields = dict(EXPERT_FIELDS)
+        supported = dict(SUPPORTED_VALUES)
         if self.family.gguf_scoring == "sigmoid":
-            expert_fields["expert_gating_func"] = [2]
+            supported["expert_gating_func"] = [2]
             self.hyper("expert_weights_scale", 1.0)  # `experts` uses it
-        for name in names - others - {*USED_FIELDS.split(), *expert_fields}:
+        for name in names - others - {*USED_FIELDS.split(), *supported}:
             if name.startswith("expert") and self.hyper(name):
                 self.refuse(name, "is not supported")
             if self.left_out and name.startswith("rope."):  # Ollama's name for a field that matters
                 self.refuse(name, "is not known")
-        self.fields.finish(others.union(USED_FIELDS.split()), expert_fields)
+        self.fields.finish(others.union(USED_FIELDS.split()), supported)
 
         if self.left_out:
             kinds = ", ".join(sorted({f"{name.partition('.')[0]}.*" for name in self.left_out}))
@@ -195,13 +202,6 @@ class GgufFile:
         kinds = {name.split(".", 2)[-1] for name in shapes}  # blk.0.attn_q.bias: attn_q.bias
         n_head = self.per_layer("attention.head_count")
         dim = self.hyper("embedding_length")
-        head_dim = self.hyper("attention.key_length", dim // n_head)
-        if self.hyper("attention.value_length", head_dim) != head_dim:
-            self.refuse("attention.value_length", f"is not attention.key_length = {head_dim}, which is not supported")
-        rotary_dim = self.hyper("rope.dimension_count", head_dim)
-        if rotary_dim != head_dim and not self.family.partial_rotary:
-            self.refuse("rope.dimension_count", f"rotates a part of each head ({head_dim}), which is not supported")
-
         scaling, context = self.rope()
         experts = self.experts()
         width = [] if experts is None else [experts.hidden_dim]  # where no layer has an MLP
@@ -209,8 +209,6 @@ class GgufFile:
             self.path,
             n_layer=self.n_layer,
             n_head=n_head,
-            n_kv_head=self.per_layer("attention.head_count_kv", n_head) or n_head,  # 0: no layer has attention
-            head_dim=head_dim,
             dim=dim,
             hidden_dim=self.per_layer("feed_forward_length", *width) or sum(width),
             vocab_size=shapes["token_embd.weight"][0],
@@ -219,7 +217,6 @@ class GgufFile:
             norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
-            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             query_scale_beta=self.nonzero("attention.temperature_scale", None),
             tied_embeddings="output.weight" not in shapes,
             qkv_bias="attn_q.bias" in kinds,
@@ -236,8 +233,37 @@ class GgufFile:
             attention_scale=self.nonzero("attention.scale", None),
             residual_scale=self.nonzero("residual_scale", 1.0),
             logits_scale=1 / self.nonzero("logit_scale", 1.0),
+            logits_softcap=self.nonzero("final_logit_softcapping", None),
+            **self.heads(n_head, dim),
         )
         return dataclasses.replace(config, **self.family.gguf_fields(config))
+
+    def heads(self, n_head: int, dim: int) -> dict:
+        """The fields of Config about heads, which may differ in layers without a sliding window."""
+        full_head_dim = self.hyper("attention.key_length", dim // n_head)
+        head_dim = self.hyper("attention.key_length_swa", full_head_dim)
+        for kind, width in (("_swa", head_dim), ("", full_head_dim)):
+            if self.hyper(f"attention.value_length{kind}", width) != width:
+                self.refuse(f"attention.value_length{kind}", f"is not the key_length {width}, which is not supported")
+            rotary_dim = self.hyper(f"rope.dimension_count{kind}", width)
+            if rotary_dim != width and not self.family.partial_rotary:
+                self.refuse(f"rope.dimension_count{kind}", f"rotates a part of each head ({width}): not supported")
+
+        sliding = self.sliding_layers() or ()
+        full = [i for i in range(self.n_layer) if i not in sliding]
+        keys_as_values = self.family.keys_as_values and not any(f"blk.{i}.attn_v.weight" in self.infos for i in full)
+        full_kv_head = None
+        if sliding and full:
+            full_kv_head = self.per_layer("attention.head_count_kv", n_head, layers=full)
+        return {
+            # 0: no layer has attention
+            "n_kv_head": self.per_layer("attention.head_count_kv", n_head, layers=sliding or None) or n_head,
+            "head_dim": head_dim,
+            "rotary_dim": None if rotary_dim == full_head_dim else rotary_dim,
+            "full_head_dim": None if full_head_dim == head_dim else full_head_dim,
+            "full_kv_head": full_kv_head,
+            "full_keys_as_values": keys_as_values,
+        }
 
     @property
     def n_layer(self) -> int:
@@ -336,7 +362,8 @@ class GgufFile:
         """A tensor of divisors of RoPE's frequencies, or None if the file does not have it."""
         if name not in self.infos:
             return None
-        return tuple(self.read(name).flatten().tolist())
+        # llama.cpp writes 1e30, which is more than MAX_NUMBER in float32, for dimensions that are not rotated.
+        return tuple(min(divisor, MAX_NUMBER) for divisor in self.read(name).flatten().tolist())
 
     def rope(self) -> tuple[RopeScaling | None, int]:
         """(scaling, longest context).

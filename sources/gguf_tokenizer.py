@@ -34,11 +34,15 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
     kind = fields.get("model")
     if kind == "gpt2":
         files.library, add_bos = byte_level_bpe(path, fields)
+    elif kind == "gemma4":
+        files.library = character_bpe(path, fields)
+        add_bos = True
+        fields["add_bos_token"] = True  # as in llama.cpp, whatever the file says
     elif kind == "llama":
         files.model = sentencepiece_model(fields)
         add_bos = True
     else:
-        raise UserError(f"{path}: tokenizer kind {short(kind)} is not known; known: gpt2, llama")
+        raise UserError(f"{path}: tokenizer kind {short(kind)} is not known; known: gpt2, llama, gemma4")
 
     tokens = fields["tokens"]
     bos = fields.get("bos_token_id")
@@ -214,7 +218,7 @@ ALIASES = {name: rule for rule, names in SAME_RULE.items() for name in names.spl
 
 def byte_level_bpe(path: Path, fields: dict):
     """(a `tokenizers` Tokenizer, whether texts begin with a BOS token if the file does not say it)."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
     name = fields.get("pre")
     if not name:
@@ -224,24 +228,44 @@ def byte_level_bpe(path: Path, fields: dict):
         known = f"{', '.join(sorted(PRE_TOKENIZERS))} and {len(ALIASES)} names of the same rules"
         raise UserError(f"{path}: {START}pre {short(name)} is not known; known: {known}")
 
-    library = Tokenizer(byte_pair_model(path, fields, rule in IGNORE_MERGES))
+    library = Tokenizer(byte_pair_model(path, fields, ignore_merges=rule in IGNORE_MERGES))
     cuts = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in PRE_TOKENIZERS[rule]]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     library.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     library.decoder = decoders.ByteLevel()
     if name in NFC:
         library.normalizer = normalizers.NFC()
+    add_tokens(library, fields)
+    return library, rule in ADD_BOS
+
+
+def add_tokens(library, fields: dict):
+    """Let a `tokenizers` Tokenizer find special and user-defined tokens before it encodes the rest of a text."""
+    from tokenizers import AddedToken
 
     kinds = list(zip(fields["tokens"], fields["token_type"]))
     special = [token for token, kind in kinds if kind in SPECIAL]
     user_defined = [token for token, kind in kinds if kind == USER_DEFINED]
     library.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     library.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
-    return library, rule in ADD_BOS
 
 
-def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
-    """The `tokenizers` library's BPE model. Merges of tokens that the vocabulary lacks are left out."""
+def character_bpe(path: Path, fields: dict):
+    """A `tokenizers` Tokenizer whose BPE merges characters, with ▁ for spaces. A character that is no token
+    becomes tokens for its bytes. Only newlines cut a text."""
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+    library = Tokenizer(byte_pair_model(path, fields, byte_fallback=True))
+    library.normalizer = normalizers.Replace(" ", "\u2581")
+    library.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    add_tokens(library, fields)
+    return library
+
+
+def byte_pair_model(path: Path, fields: dict, **options):
+    """The `tokenizers` library's BPE model with these options. Merges of tokens that the vocabulary lacks
+    are left out."""
     from tokenizers import models
 
     vocabulary = {token: i for i, token in enumerate(fields["tokens"])}
@@ -249,12 +273,12 @@ def byte_pair_model(path: Path, fields: dict, ignore_merges: bool):
     if not merges:
         print_status(f"warning: {path} lacks {START}merges: each byte of a text becomes a token")
     try:
-        return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
     except Exception:  # the library has no type of its own for merges of unknown tokens
         known = [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
     unknown = f"{len(merges) - len(known)} of {len(merges)} merges"
     print_status(f"warning: {path}: {unknown} are of tokens that the vocabulary lacks and are left out")
-    return models.BPE(vocab=vocabulary, merges=known, ignore_merges=ignore_merges)
+    return models.BPE(vocab=vocabulary, merges=known, **options)
 
 
 # ---------------------------------------------------------------- sentencepiece

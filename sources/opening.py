@@ -34,7 +34,10 @@ from sources.hf_directory import MODULES, HfFiles, hf_family, hf_tokenizer_files
 from sources.names import find_model
 
 # Tensors of multimodal models that are left out.
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "visual.")
+OTHER_MODALITIES = (
+    "vision_tower.", "multi_modal_projector.", "visual.", "vision_embedder.", "embed_vision.", "audio_tower.",
+    "embed_audio.",
+)  # fmt: skip
 # A file with one of these suffixes stands for its directory.
 WEIGHTS_FILES = (".safetensors", ".bin", ".pth", ".pt", ".json")
 

@@ -151,7 +151,7 @@ def cases(everything: bool):
     yield "plan", kt.plan_kernel, half, {"BLOCK_X": 512}, EXPERT_KINDS, 4, 3
     yield "expert_sum", kt.expert_sum_kernel, half, {"BLOCK_D": 1024}, EXPERT_KINDS, 4, 3
 
-    for E in (64, 80, 96, 128, 256) if everything else (128,):
+    for E in (64, 80, 96, 128, 256, 512) if everything else (128,):
         yield from attention_cases(E, ", window, ALiBi", {"HEADS_PER_KV": 1, "WINDOW": True})
         if everything:
             yield from attention_cases(E, "", {"HEADS_PER_KV": 4, "WINDOW": False, "slopes": None})
@@ -182,8 +182,8 @@ def attention_cases(E: int, suffix: str, settings: dict, dtype: torch.dtype = to
     """The two attention kernels, for a head width, as `cases` gives them."""
     block = triton.next_power_of_2(E)
     settings = settings | {"BLOCK_E": block, "rows": None}
-    tiles = kt.decode_tiles(block, dtype).values()
-    yield f"decode E {E}{suffix}", kt.decode_kernel, dtype, settings, KINDS, *tiles
+    queries, *tiles = kt.decode_tiles(block, dtype).values()
+    yield f"decode E {E}{suffix}", kt.decode_kernel, dtype, settings | {"QUERIES": queries}, KINDS, *tiles
     tiles = kt.prefill_tiles(block, dtype)
     settings = settings | {"BLOCK_S": tiles["BLOCK_S"], "WIDTH": tiles["WIDTH"]}
     warps = tiles["num_warps"]

@@ -61,6 +61,7 @@ VOCABULARY = 131
 
 BLOOM, PHI3, GRANITE = transformers.BloomConfig, transformers.Phi3Config, transformers.GraniteConfig
 GEMMA3, OLMO2, OLMO3 = transformers.Gemma3TextConfig, transformers.Olmo2Config, transformers.Olmo3Config
+GEMMA4, GEMMA4_UNIFIED = transformers.Gemma4TextConfig, transformers.Gemma4UnifiedTextConfig
 MINISTRAL3, QWEN35, LFM2 = transformers.Ministral3Config, transformers.Qwen3_5TextConfig, transformers.Lfm2Config
 MIXTRAL, QWEN3_MOE = transformers.MixtralConfig, transformers.Qwen3MoeConfig
 QWEN35_MOE, LFM2_MOE, NANOCHAT = (
@@ -124,12 +125,14 @@ def save_random(config, directory: Path, seed: int, **save):
     # With these scales, the text does not repeat itself.
     small, large = (0.1, 2.5) if kind == "bloom" else (0.3, 1.2)
     biases = [(key, bias) for key, bias in model.named_buffers() if key.endswith("expert_bias")]
+    for scalar in (one for key, one in model.named_buffers() if key.endswith("layer_scalar")):
+        scalar.uniform_(0.4, 1.6)
     with torch.no_grad():
         for key, weight in [*model.named_parameters(), *biases]:
             weight.normal_(0, small if weight.dim() == 1 else large * weight.shape[-1] ** -0.5)
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
             # Norms of Gemma and Qwen3.5 add 1 themselves, but for that in a gated delta net.
-            adds_one = kind.startswith(("gemma", "qwen3_5")) and not key.endswith("linear_attn.norm.weight")
+            adds_one = kind.startswith(("gemma3", "qwen3_5")) and not key.endswith("linear_attn.norm.weight")
             if is_norm and not adds_one:
                 weight += 1
             if key.endswith("dt_bias"):  # the state then remembers some tens of tokens

@@ -51,6 +51,18 @@ def family_fields(config):
             "shortconv.l_cache": config.conv_L_cache, "vocab_size": config.vocab_size,
             "attention.head_count_kv": heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
         }  # fmt: skip
+    if config.model_type.startswith("gemma4"):
+        layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+        wide = layers[-1].head_dim
+        heads = [layer.num_key_value_heads for layer in layers]
+        fields |= {
+            "attention.key_length": wide, "attention.key_length_swa": config.head_dim, "attention.value_length": wide,
+            "attention.value_length_swa": config.head_dim, "rope.dimension_count": wide,
+            "rope.dimension_count_swa": config.head_dim, "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0, "attention.head_count_kv": heads,
+        }  # fmt: skip
+        if config.final_logit_softcapping:
+            fields["final_logit_softcapping"] = config.final_logit_softcapping
     if sliding is not None:
         fields["attention.sliding_window"] = config.sliding_window
         fields["rope.freq_base_swa"] = sliding["rope_theta"]
@@ -64,8 +76,13 @@ def family_fields(config):
 
 
 def family_tensors(config):
-    """The factors of longrope, which llama.cpp reads from tensors."""
+    """The factors of longrope, and of RoPE that rotates a part of a head, which llama.cpp reads from tensors."""
     rope = config.rope_parameters
+    full = rope.get("full_attention", {})
+    if full.get("rope_type") == "proportional":
+        E = config.per_layer_config[config.num_hidden_layers - 1].head_dim
+        rotated = int(E * full["partial_rotary_factor"] / 2)
+        return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (E // 2 - rotated), dtype=np.float32)}
     if rope.get("rope_type") != "longrope":
         return {}
     factors = {"short": rope["short_factor"], "long": rope["long_factor"]}
@@ -83,6 +100,7 @@ def write_gguf(path, model, tokenizer_fields, quantize=None, extra=None, tensors
     and tensors to add or replace, or None to leave one out. per_file: tensors in each of several files; 0: one file."""
     config = getattr(model.config, "text_config", model.config)
     config.tie_word_embeddings = model.config.tie_word_embeddings
+    config.allow_global_per_layer_attribute_access = True  # to the heads of most layers
     family = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(path), family, split_max_tensors=per_file)
     fields = config_fields(config) | family_fields(config)
@@ -135,7 +153,7 @@ def model_tensors(model, family):
             continue
         array = weight.float().numpy()
         stem, kind = name.rsplit(".", 1)
-        if kind in ("gate_up_proj", "down_proj"):  # the matrices of all experts
+        if kind in ("gate_up_proj", "down_proj", "layer_scalar"):  # the matrices of all experts; Gemma 4
             stem = name
             kind = "weight"
         last = stem.split(".")[-1]
@@ -231,4 +249,5 @@ def llama3_divisors(config):
 
     exponents = [-2 * i / config.head_dim for i in range(config.head_dim // 2)]
     plain = torch.tensor([config.rope_base**exponent for exponent in exponents])
-    return (plain / rope_frequencies(config.head_dim, *config.rope(0))).numpy()
+    base, scaling, E = config.rope(0)
+    return (plain / rope_frequencies(E, base, scaling)).numpy()

@@ -99,7 +99,8 @@ CASES = [
     (BF16, 1, 16, 3, 1, 31, 300, 140, True, False, False), (F32, 2, 2, 1, 1, 10, 5, 1, False, False, False),
     (F32, 2, 17, 2, 1, 16, 20, None, False, False, True), (BF16, 2, 75, 1, 3, 80, 300, 64, False, True, True),
     (F16, 1, 40, 1, 8, 128, 130, None, True, True, False), (F32, 3, 140, 1, 4, 64, 300, None, True, False, True),
-    (F32, 1, 130, 2, 1, 31, 180, 7, True, False, False),
+    (F32, 1, 130, 2, 1, 31, 180, 7, True, False, False), (BF16, 2, 3, 1, 4, 512, 90, None, False, True, True),
+    (BF16, 1, 40, 1, 2, 512, 70, 30, False, False, False), (F32, 1, 3, 2, 1, 260, 40, 9, False, True, True),
 ]  # fmt: skip
 
 
@@ -518,8 +519,9 @@ MODELS = [("mistral-gqa", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))
 MORE_MODELS = [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32, "int4")), ("smollm3-tied", None)]
 MORE_MODELS += [("llama-gqa-biased", None), ("phi3-partial", Quantization("int4", 32, "int8"))]
-NOT_FUSED = ("bloom", "gemma3", "granite", "lfm2", "ministral3", "olmo", "qwen35")  # these run operation by operation
+NOT_FUSED = ("bloom", "gemma", "granite", "lfm2", "ministral3", "olmo", "qwen35")  # these run operation by operation
 MORE_MODELS += [("gemma3-untied", None), ("gemma3-tied", Quantization("int4", 32, "int8")), ("olmo2-gqa", None)]
+MORE_MODELS += [("gemma4-tied", None), ("gemma4-unified", Quantization("int4", 32, "int8"))]
 MORE_MODELS += [("olmo3-yarn", Quantization("int8", 32, "int8")), ("granite-biased", None)]
 MORE_MODELS += [("ministral3-gqa", None), ("qwen35-grouped", None), ("lfm2-tied", None)]
 

@@ -289,14 +289,16 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.attention, attention_case(0, dtype, 2, 3, 1, 2, 16, 20, None, True, True, True))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-biased", "ministral3-gqa", "qwen35-grouped", "lfm2-tied", "qwen35-moe-5"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-biased", "ministral3-gqa", "gemma4-tied", "qwen35-grouped", "lfm2-tied", "qwen35-moe-5"]
+)
 @pytest.mark.slow
 def test_opcheck_of_blocks(tiny, name):
     model = load_model(tiny(name)[2], dtype=torch.float32)
     model.setup_caches(2, 8)
     input_pos = torch.tensor([[0, 1], [0, -1]])
-    cos, sin = model.positions.ropes(input_pos)[0]
-    tables = ([cos], [sin], None, model.positions.query_scales)
+    cos, sin = zip(*model.positions.ropes(input_pos))
+    tables = (list(cos), list(sin), None, model.positions.query_scales)
     states = [block.mixer.state for block in model.blocks]
     recurrent = [state for state in states if state.is_recurrent]
     kept = [state for state in states if not state.is_recurrent]
@@ -340,7 +342,7 @@ def test_shapes_that_do_not_fit_are_refused():
 @given(
     seed=st.integers(0, 2**31), dtype=st.sampled_from(list(DTYPES)), B=st.integers(1, 3), K=st.integers(1, 3),
     S=st.sampled_from([1, 2, 5, 16, 17, 40, 75]), group=st.sampled_from([1, 3, 4, 8]), n=threads,
-    E=st.sampled_from([10, 16, 31, 64, 80, 128]), T=st.sampled_from([1, 5, 17, 64, 130, 300]),
+    E=st.sampled_from([10, 16, 31, 64, 80, 128, 512]), T=st.sampled_from([1, 5, 17, 64, 130, 300]),
     window=st.sampled_from([None, 1, 7, 64, 140]), slopes=st.booleans(), rows=st.booleans(), ragged=st.booleans(),
 )  # fmt: skip
 def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged, n):
@@ -452,6 +454,7 @@ def test_attention_refuses_what_lies_outside_the_cache():
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
+MODELS += [("gemma4-untied", None), ("gemma4-tied", None)]
 
 
 def write_aligned(directory: Path, tied: bool):
@@ -497,6 +500,7 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
 
 
 INVARIANT = [("qwen3-gqa", Quantization("int8", 32, "int4")), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
+INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8"))]
 INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-tied", "aligned-untied")]
 
 
@@ -961,7 +965,7 @@ def test_under_sanitizers(tmp_path, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3-gqa", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
+@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma4-tied", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
 def test_a_copy_is_a_model_of_its_own(tiny, name, dtype):
     """It computes the same bits, also without the original, and other weights change only the model they are in."""
     model = load_model(tiny(name)[2], dtype=dtype)

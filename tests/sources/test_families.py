@@ -47,7 +47,7 @@ def random_member(family: str, seed: int, wide: bool = False):
     """A config of transformers with random sizes and fields. wide: the sizes are multiples of 32."""
     rng = random.Random(f"{family} {seed}")
     K, group, E = (1, 3, 32) if wide else (rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), 2 * rng.randint(4, 13))
-    D = K * group * E if wide or family not in ("gemma3", "ministral3") else 2 * rng.randint(11, 37)
+    D = K * group * E if wide or family not in ("gemma3", "gemma4", "ministral3") else 2 * rng.randint(11, 37)
     if family == "gemma3":
         D -= D % (K * group)  # which transformers requires
     layers, window = rng.randint(2, 5), rng.randint(2, 50)
@@ -63,6 +63,8 @@ def random_member(family: str, seed: int, wide: bool = False):
         scalar = E if seed % 2 else rng.randint(5, 40)  # E in most models; a GGUF file means E
         more = {"head_dim": E, "query_pre_attn_scalar": scalar, "layer_types": kinds}
         return conftest.GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
+    if family == "gemma4":
+        return gemma4(rng, seed, sizes | biased, E, kinds, wide)
     if family == "phi3":
         part = rng.choice([1.0, 0.5, 0.75])
         plain = {"rope_type": "default", "rope_theta": 1e4}
@@ -115,6 +117,21 @@ def random_member(family: str, seed: int, wide: bool = False):
         raise ValueError(f"no random members of the family {family}")
     rope = by_kind(**rng.choice([conftest.YARN_SET, {"rope_type": "default", "rope_theta": 5e5}]))
     return conftest.OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
+
+
+def gemma4(rng: random.Random, seed: int, sizes: dict, E: int, kinds: list, wide: bool):
+    """A dense config of either type, with one window for all, shorter than most prompts. A GGUF file has no biases."""
+    H = sizes["num_attention_heads"]
+    full = {"rope_type": "proportional", "rope_theta": rng.choice([1e6, 2e4])}
+    full |= {"partial_rotary_factor": rng.choice([0.25, 0.5, 0.3])}
+    rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
+    sizes |= {"head_dim": E, "global_head_dim": 64 if wide else E + 2 * rng.choice([-1, 1, 4]), "layer_types": kinds}
+    sizes |= {"attention_k_eq_v": seed % 4 < 2, "final_logit_softcapping": rng.choice([None, 3.0])}
+    sizes |= {"num_global_key_value_heads": rng.choice([n for n in range(1, H + 1) if H % n == 0] + [None])}
+    sizes |= {"sliding_window": rng.randint(2, 50), "rope_parameters": rope, "attention_bias": seed == 5}
+    if seed % 2:
+        return conftest.GEMMA4_UNIFIED(**sizes)
+    return conftest.GEMMA4(**sizes, hidden_size_per_layer_input=0)
 
 
 def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
@@ -174,6 +191,7 @@ FAMILIES = (
     "qwen3_vl",
     "nanochat",
     *EXPERTS,
+    "gemma4",
 )
 
 
@@ -199,7 +217,7 @@ def tokens(engine: Engine, prompts=None) -> list[list[int]]:
     return [request.new_tokens for request in requests]
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 9))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -233,6 +251,7 @@ def engine_of(how: str, source) -> Engine:
 HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
 PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i % 5], HOW[(i + 2) % 5])]
 PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
+PAIRS += [("gemma4", "lookup"), ("gemma4", "self draft"), ("gemma4", "beside others")]
 PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft"), ("lfm2", "lookup"), ("lfm2", "beside others")]
 # Recurrent states cannot be taken back by several passes.
 PAIRS = [(family, how) for family, how in PAIRS if not (how == "self draft" and family.startswith(("lfm2", "qwen35")))]
@@ -251,7 +270,7 @@ def test_a_family_in_combination(member, family, how):
 
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
-FORMATS |= dict.fromkeys(("qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
+FORMATS |= dict.fromkeys(("gemma4", "qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
 FORMATS |= {"qwen35": "int4", "lfm2": "int4", "mixtral": "int8", "qwen3_moe": "int4", "qwen35_moe": "int4"}
 
 
@@ -317,6 +336,14 @@ MULTIMODAL = {
     "mistral": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "gemma3_text": (transformers.Gemma3Config, {"model_type": "siglip_vision_model"}),
+    "gemma4_text": (
+        transformers.Gemma4Config,
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8},
+    ),
+    "gemma4_unified_text": (
+        transformers.Gemma4UnifiedConfig,
+        {"model_type": "gemma4_unified_vision", "mm_embed_dim": 50, "mm_posemb_size": 6},
+    ),
     "qwen3_5_text": (transformers.Qwen3_5Config, {"model_type": "qwen3_5"}),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeConfig, {"model_type": "qwen3_5_moe_vision"}),
     "lfm2": (transformers.Lfm2VlConfig, {"model_type": "siglip2_vision_model", "num_patches": 4}),
@@ -329,12 +356,16 @@ def save_multimodal(name, directory):
     kind, vision = MULTIMODAL[text.model_type]
     vision = vision | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    ours = {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": text.tie_word_embeddings}
+    ours = {
+        "text_config": text.to_dict() | {"pad_token_id": 0},
+        "vision_config": vision,
+        "tie_word_embeddings": text.tie_word_embeddings,
+    }
     return save_random(kind(**ours), directory, seed=5)
 
 
 MULTIMODAL_NAMES = ["mistral-gqa", "ministral3-window", "gemma3-untied", "qwen35-grouped", "lfm2-tied", "lfm2-biased"]
-MULTIMODAL_NAMES += ["qwen35-moe-5"]
+MULTIMODAL_NAMES += ["qwen35-moe-5", "gemma4-tied", "gemma4-unified"]
 
 
 @pytest.mark.parametrize("name", MULTIMODAL_NAMES)

@@ -142,6 +142,9 @@ class ChatModel:
         variables = {"enable_thinking": fields.enable_thinking, "reasoning_effort": fields.reasoning_effort}
         if fields.reasoning_effort == "none":
             variables = {"enable_thinking": False}
+        elif fields.reasoning_effort and fields.enable_thinking is None:  # some models think only if they are told to
+            knows_effort = "reasoning_effort" in self.template_words or "enable_thinking" not in self.template_words
+            variables = variables if knows_effort else {"enable_thinking": True}
         variables = {name: value for name, value in variables.items() if value is not None}
         for name in variables.keys() - self.template_words:
             log_once(
@@ -180,6 +183,8 @@ class ChatModel:
         except RecursionError:
             raise ApiError("messages: the arguments of a call are nested too deeply", param="messages") from None
 
+        if self.tool_format is not None and self.tool_format.is_gemma:
+            text = self.tool_format.content_before_calls(text)
         continued = None
         if continues and last["content"].strip():
             continued = last["content"]
@@ -305,6 +310,11 @@ class ChatModel:
             function = {"name": name, "arguments": format.arguments_for_template(arguments)}
             call = {"id": self.id_for_template(call_id), "type": "function", "function": function}
             message["tool_calls"].append(call)
+        if format.is_gemma:
+            first = message["tool_calls"][0]["function"]
+            first["name"] = format.name_after(message["content"], first["name"])
+            message["content"] = ""
+            message |= {key: message[key].strip("\n") for key in THOUGHTS if key in message}  # the template adds them
         if format.null_content:  # the template would write the content instead of the calls
             message["content"] = None
         return message

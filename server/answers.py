@@ -19,6 +19,7 @@ from server.json_reader import JsonReader, is_json
 from server.parameters import Types, ValueText, refuse_constant
 from server.python_calls import CallEnd, read_arguments
 from server.tools import NAME_PATTERN, ToolFormat
+from text.chat_template import CHANNEL_MARKS
 from text.tokenizer import StopSearch, ThoughtSearch, start_of_partial
 
 # ---------------------------------------------------------------- events
@@ -173,19 +174,24 @@ class AnswerParser:
 
     def _read_all(self) -> Iterator[None]:
         with suppress(EndOfAnswer):
-            yield from self._read_thoughts()
+            yield from self._read_thoughts(self.syntax.begins_inside)
             yield from self._read_bare_call()
             yield from self._read_content()
         with suppress(EndOfAnswer):
             self._add_content("", last=True)
 
     def _read_content(self) -> Iterator[None]:
-        """Read the rest of the answer: content, and calls after marks."""
+        """Read the rest of the answer: content, calls after marks, and Gemma 4's later thoughts, which may be empty."""
+        thoughts = CHANNEL_MARKS[:1] if self.syntax.thinking == CHANNEL_MARKS else ()
         while True:
-            before, mark = self._take_until(self.openers)
+            before, mark = self._take_until((*self.openers, *thoughts))
             self.held = mark
             self._emit(Content, before)
-            if mark:
+            if mark in thoughts:
+                self._add_content("", last=True)
+                self._drop_space()
+                yield from self._read_thoughts(begins_inside=True)
+            elif mark:
                 yield from self._read_calls_after_mark()
             elif self.ended:
                 break
@@ -196,16 +202,16 @@ class AnswerParser:
 
     # ------------------------------------------------------------ thoughts and content
 
-    def _read_thoughts(self) -> Iterator[None]:
+    def _read_thoughts(self, begins_inside: bool) -> Iterator[None]:
         """Read thoughts, and the white space after them.
 
         What looks like a call within thoughts is a part of them if they are closed after it. If the model ends its
         answer without closing them, it is a call.
         """
-        search = ThoughtSearch(self.syntax.thinking, self.syntax.begins_inside)
+        search = ThoughtSearch(self.syntax.thinking, begins_inside)
         if search.place == "answer":
             return
-        has_thoughts = self.syntax.begins_inside
+        has_thoughts = begins_inside
         thoughts = ""  # from the first mark of a call on
         while True:
             found = dict(search.add(self.text, self.ended))

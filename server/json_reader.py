@@ -41,7 +41,7 @@ class JsonReader:
 
         depth: the number of open brackets.
         """
-        self.closers = closers
+        self.marks = (*closers, self.QUOTE)
         self.depth = depth
         self.in_string = False
         self.is_complete = False  # the object or a closer was found
@@ -58,7 +58,7 @@ class JsonReader:
         What may be the beginning of a closer or a quote is left at the end of the text, unless `ended` says
         that nothing follows.
         """
-        stop = len(text) if ended else start_of_partial(text, (*self.closers, self.QUOTE))
+        stop = len(text) if ended else start_of_partial(text, self.marks)
         pieces = []
         while not self.is_complete:
             match = (self.IN_STRING if self.in_string else self.outside).match(text, at, stop)

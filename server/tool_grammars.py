@@ -152,6 +152,7 @@ class ArgumentRules:
         self.is_python = format.is_python
         self.special = special
         self.texts = texts
+        self.order = lambda item: 0  # what properties are sorted by
         self.separator = '", "'
         self.before_key = ""
         self.after_key = json.dumps("=")
@@ -184,7 +185,8 @@ class ArgumentRules:
             rest = f"({self.separator} other_{number})*"
             first = f"(other_{number} {rest})?"
 
-        for i, (key, value) in enumerate(reversed(self._in_order(properties))):
+        properties = dict(sorted(properties.items(), key=self.order))
+        for i, (key, value) in enumerate(reversed(properties.items())):
             if value is False:
                 continue
             here = f"{number}_{i}"
@@ -197,10 +199,6 @@ class ArgumentRules:
             rest = f"rest_{here}"
             first = f"first_{here}"
         return first
-
-    def _in_order(self, properties: dict) -> list[tuple]:
-        """The properties in the order in which a model has to write them."""
-        return list(properties.items())
 
     def _key(self, key: str) -> str:
         """The expression of a key that the schema names."""
@@ -295,6 +293,7 @@ class GemmaRules(ArgumentRules):
 
     def __init__(self, format: ToolFormat, tool: Tool, special: dict[str, int], texts: dict[str, str]):
         super().__init__(format, tool, special, texts)
+        self.order = lambda item: item[0].lower()
         self.separator = '","'
         self.after_key = '":"'
         self.end = QUOTE
@@ -311,9 +310,6 @@ class GemmaRules(ArgumentRules):
         except RecursionError:
             raise UserError(f"{self.tool.place} is nested too deeply") from None
         return [*self.found, f"arguments_{number}: {expression}"]
-
-    def _in_order(self, properties: dict) -> list[tuple]:
-        return sorted(properties.items(), key=lambda item: item[0].lower())
 
     def _key(self, key: str) -> str:
         return literal(gemma_key(key), self.special)
@@ -352,27 +348,22 @@ class GemmaRules(ArgumentRules):
             return f'"{{" {self._members(schema, name, self.found)} "}}"'
         if kind != "array":
             return self._json({key: value for key, value in schema.items() if key in OF_NUMBERS} | {"type": kind})
-        items = schema.get("items", True)
         low = schema.get("minItems", 0)
-        high = schema.get("maxItems")
-        if items is False or high == 0:
+        high = schema.get("maxItems", "")
+        if schema.get("items") is False or high == 0:
             return '"[" "]"'
-        item = self._value(items)
-        more = f"{max(low - 1, 0)},{'' if high is None else high - 1}"
-        return f'"[" ({item} ("," {item}){{{more}}}){"" if low else "?"} "]"'
+        item = self._value(schema.get("items", True))
+        more = f'("," {item}){{{max(low - 1, 0)},{high and high - 1}}}'
+        return f'"[" ({item} {more}){"" if low else "?"} "]"'
 
 
 def merged(schema: dict, part: dict | bool) -> dict:
-    """A schema for what fits two schemas. Of a keyword that both have, the part's value counts, but the properties of
-    both."""
+    """A schema for what fits two schemas: with the properties of both. Of other keywords, the part's count."""
     if not isinstance(part, dict):
         return schema
-    both = schema | part
-    if "properties" in schema and "properties" in part:
-        both["properties"] = schema["properties"] | part["properties"]
-    if "required" in schema and "required" in part:
-        both["required"] = list({*schema["required"], *part["required"]})
-    return both
+    required = {*schema.get("required", ()), *part.get("required", ())}
+    properties = schema.get("properties", {}) | part.get("properties", {})
+    return schema | part | {"properties": properties, "required": sorted(required)}
 
 
 def whole_pattern(pattern) -> str | None:

@@ -149,7 +149,7 @@ class ToolFormat:
     def name_after(self, content: str, name: str) -> str:
         """The name of a call for a template that writes the content of a message after its calls and their results,
         although the model wrote it before them. content_before_calls puts the content where it belongs."""
-        return content.join(CONTENT_MARKS) + name
+        return content.join(CONTENT_MARKS) + name if content else name
 
     def content_before_calls(self, text: str) -> str:
         """What the template has written with name_after, as the model wrote it."""

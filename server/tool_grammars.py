@@ -7,6 +7,7 @@ writes calls, and text/grammar.py how masks follow a grammar.
 
 import json
 import re
+from itertools import accumulate
 
 from cli import UserError
 from server.gemma_calls import QUOTE, gemma_key, gemma_text
@@ -353,7 +354,7 @@ class GemmaRules(ArgumentRules):
         if schema.get("items") is False or high == 0:
             return '"[" "]"'
         item = self._value(schema.get("items", True))
-        more = f'("," {item}){{{max(low - 1, 0)},{high and high - 1}}}'
+        more = "" if high == 1 else f'("," {item}){{{max(low - 1, 0)},{high and high - 1}}}'
         return f'"[" ({item} {more}){"" if low else "?"} "]"'
 
 
@@ -381,7 +382,8 @@ def whole_pattern(pattern) -> str | None:
         after = ""
         del parts[-1]
 
-    is_choice = "|" in parts and before + after != ANY_TEXT * 2  # each choice would have its anchors
+    depths = accumulate((part == "(") - (part == ")") for part in parts)
+    is_choice = ("|", 0) in zip(parts, depths) and before + after != ANY_TEXT * 2  # each choice would have its anchors
     if is_choice or not {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}.isdisjoint(parts):
         return None
     return f"{before}({escaped_pattern(''.join(parts))}){after}"

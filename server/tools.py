@@ -166,7 +166,7 @@ class ToolFormat:
             elif self.is_gemma:
                 arguments = gemma_text(json_object(arguments))
             texts.append(self.prefix + name + self.middle + arguments + self.suffix)
-        between = self.between or "\n"
+        between = "\n" if self.between is None else self.between
         return self.begin + between.join(texts) + self.end
 
 

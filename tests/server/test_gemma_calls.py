@@ -8,7 +8,7 @@ import random
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schemas import random_schema
 
@@ -20,7 +20,7 @@ from test_tools import compiler as compiler, files as files, served as served  #
 # isort: on
 
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Reasoning
-from server.gemma_calls import KEY, QUOTE, GemmaReader, gemma_text
+from server.gemma_calls import QUOTE, GemmaReader, gemma_text
 from server.openai_requests import ChatBody
 from server.request_fields import ApiError
 from server.tools import GEMMA, Tool
@@ -139,8 +139,8 @@ def test_what_is_read_of_answers(text, expected):
 
 
 PARTS = [
-    BEGIN, END, "f{", "f", "{", "}", "[", "]", "g{a:1}", "f{a:1}", "f{}", "a:", "a : ", "b", ":", ",", ", ", "1", "-1.5",
-    "true", "None", "x", QUOTE, '<|"|>x<|"|>', '<|"', '"', "'", "\\", "\n", " ", "é", "<", "<|channel>thought",
+    BEGIN, END, "f{", "f", "{", "}", "[", "]", "g{a:1}", "f{a:1}", "f{}", "a:", "a : ", "b", ":", ",", ", ", "1",
+    "-1.5", "true", "None", "x", QUOTE, '<|"|>x<|"|>', '<|"', '"', "'", "\\", "\n", " ", "é", "<", "<|channel>thought",
     "<|channel>thought\n<channel|>", "<channel|>", "<|tool_", "<tool_call", '{"name": "f", "arguments": {}}', "\x01",
 ]  # fmt: skip
 
@@ -158,66 +158,19 @@ def test_arguments_are_streamed():
     """A piece waits only while it may become a mark, or while it is not known whether a word is a key."""
     parser = AnswerParser(SYNTAX)
     texts = []
-    for piece in (
-        "Hm",
-        BEGIN,
-        "f",
-        "{",
-        "pa",
-        "th",
-        ":",
-        '<|"',
-        '|>li"ne\n',
-        "two <",
-        "b> <|",
-        '"|>',
-        ",n",
-        ":1",
-        "2",
-        "}",
-    ):
+    pieces = ["Hm", BEGIN, "f", "{", "pa", "th", ":", '<|"', '|>li"ne\n', "two <", "b> <|", '"|>', ",n", ":1", "2", "}"]
+    for piece in pieces:
         events = parser.add(piece)
         texts.append("".join(event.text for event in events if not isinstance(event, CallBegins)))
-    assert texts == [
-        "Hm",
-        "",
-        "",
-        "{",
-        "",
-        "",
-        '"path":',
-        "",
-        '"li\\"ne\\n',
-        "two ",
-        "<b> ",
-        '"',
-        "",
-        ',"n":',
-        "",
-        "12}",
-    ]
+    read = ["", "", '"path":', "", '"li\\"ne\\n', "two ", "<b> ", '"', ",", '"n":', "", "12}"]
+    assert texts == ["Hm", "", "", "{", *read]
     assert parser.has_whole_calls and parser.add(END) == []
 
 
 def test_a_long_hostile_answer_is_parsed_in_time():
+    parts = ["x", "{", "[", ":", ",", "<", '"', '<|"', " ", "a ", "a:", "a,", QUOTE, BEGIN, "<|channel>thought"]
     for start in (BEGIN, f"{BEGIN}f{{", f'{BEGIN}f{{a:<|"|>'):
-        for part in (
-            "x",
-            "{",
-            "[",
-            ":",
-            ",",
-            "<",
-            '"',
-            '<|"',
-            " ",
-            "a ",
-            "a:",
-            "a,",
-            QUOTE,
-            BEGIN,
-            "<|channel>thought",
-        ):
+        for part in parts:
             text = start + part * 20_000
             events_of(SYNTAX, [text[at : at + 99] for at in range(0, len(text), 99)])
 
@@ -287,7 +240,8 @@ INT = {"type": "integer"}
 
 
 @pytest.mark.parametrize("schema, fitting, others", [
-    (an_object("b", b=INT, A=INT, c=INT), ["{b:1}", "{A:1,b:2,c:3}", "{b:1,c:2}"], ["{}", "{b:1,A:2}", "{b:1,}", "{ b:1}"]),
+    (an_object("b", b=INT, A=INT, c=INT), ["{b:1}", "{A:1,b:2,c:3}", "{b:1,c:2}"],
+     ["{}", "{b:1,A:2}", "{b:1,}", "{ b:1}"]),
     (an_object(a={"type": "string"}), ['{a:<|"|>"x\\\n<tool_call> é<|"|>}', '{a:<|"|><|"|>}'],
      ['{a:"x"}', "{a:x}", '{a:<|"|>x}', '{a:<|"|>x<|"|>y<|"|>}', '{a:<|"|><tool_call|><|"|>}']),
     (an_object(a={"type": "string", "pattern": "^b+$"}), ['{a:<|"|>bb<|"|>}'], ['{a:<|"|>c<|"|>}', '{a:<|"|><|"|>}']),
@@ -303,18 +257,21 @@ INT = {"type": "integer"}
     (an_object(a={"type": "array", "maxItems": 0}), ["{a:[]}"], ["{a:[1]}"]),
     (an_object(a={"type": "array", "maxItems": 1}), ["{a:[]}", "{a:[{}]}"], ["{a:[1,2]}"]),
     (an_object(a=an_object("x", x={"type": "null"}, y=INT)), ["{a:{x:null,y:1}}"], ["{a:{}}", "{a:{y:1,x:null}}"]),
-    (an_object(a={"anyOf": [INT | {"minimum": 3}, {"const": "x"}], "title": "A"}), ["{a:3}", '{a:<|"|>x<|"|>}'], ["{a:2}"]),
-    (an_object(a={"allOf": [an_object("x", x=INT), {"properties": {"y": INT}, "required": ["y"]}]}), ["{a:{x:1,y:2}}"],
-     ["{a:{x:1}}", "{a:{y:1}}"]),
+    (an_object(a={"anyOf": [INT | {"minimum": 3}, {"const": "x"}], "title": "A"}), ["{a:3}", '{a:<|"|>x<|"|>}'],
+     ["{a:2}"]),
+    (an_object(a={"type": "object", "allOf": [{"properties": {key: INT}, "required": [key]} for key in "xy"]}),
+     ["{a:{x:1,y:2}}", "{a:{x:1,y:2,z:[]}}"], ["{a:{x:1}}", "{a:{y:1}}", "{a:{x:1,y:[]}}"]),
     (an_object(a={"$ref": "#/$defs/n"}) | {"$defs": {"n": NODE}}, ["{a:{next:{next:null,v:false},v:true}}"],
      ["{a:{}}", "{a:{next:{v:null},v:true}}"]),
     (an_object(a=INT, b={"$ref": "#/properties/a"}, c={"items": {"$ref": "#"}, "type": "array"}),
      ["{a:1,b:2}", "{c:[{b:1,c:[]}]}"], ["{b:[]}", "{c:[{b:null}]}", "{c:[[]]}"]),
     (an_object("d:e", **{"d:e": INT, "f g": INT, "": INT, "true": INT}),
      ['{<|"|>d:e<|"|>:5}', '{<|"|><|"|>:1,<|"|>d:e<|"|>:1,f g:2,true:3}'], ["{d:e:5}", '{<|"|>f g<|"|>:5}']),
-    ({"properties": {"a": INT}, "required": ["z"]}, ["{a:1,z:[1]}", '{z:null,b_c:<|"|>x<|"|>}'], ["{a:1}", '{z:1,a:{}}']),
+    ({"properties": {"a": INT}, "required": ["z"]}, ["{a:1,z:[1]}", '{z:null,z_c:<|"|>x<|"|>}'],
+     ["{a:1}", "{z:1,a:{}}"]),
     ({"additionalProperties": INT}, ["{}", "{a:1,b:2}"], ['{a:<|"|>x<|"|>}', "{a}"]),
-    ({"$ref": "#/$defs/b", "$defs": {"b": an_object("a", a={"const": "b"})}}, ['{a:<|"|>b<|"|>}'], ["{}", '{a:<|"|>c<|"|>}']),
+    ({"$ref": "#/$defs/b", "$defs": {"b": an_object("a", a={"const": "b"})}}, ['{a:<|"|>b<|"|>}'],
+     ["{}", '{a:<|"|>c<|"|>}']),
     ({"properties": {"a": False}}, ["{}", "{b:1}"], ["{a:1}"]),
     (NODE | {"properties": NODE["properties"] | {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
      ["{next:{next:null,v:true},v:true}"], ["{next:{},v:true}"]),
@@ -336,8 +293,9 @@ def test_arguments_that_fit_their_grammar(served, compiler, schema, fitting, oth
 @settings(max_examples=60, deadline=None)
 @given(arguments=st.dictionaries(st.from_regex(r"\A[\w.-]{1,9}\Z"), VALUES, max_size=3))
 def test_whatever_is_written_fits_a_schema_that_allows_it(served, compiler, arguments):
-    """Objects within have any keys, which have to be short and bare if no schema names them."""
+    """Except special tokens in a string."""
     model = served("gemma-4")
+    assume(not any(name in gemma_text(arguments).replace(QUOTE, "") for name in model.chat.special_tokens))
     schema = an_object(**{key: schema_of(value) for key, value in arguments.items()})
     text = GEMMA.write([("f", json.dumps(in_order(arguments)))])
     assert fits(model, compiler, source_of(model, "gemma-4", [Tool("f", schema, strict=True)]), text), (schema, text)
@@ -404,7 +362,7 @@ def test_choices_of_tools(served, compiler):
 
 def test_a_schema_that_is_nested_too_deeply_is_refused(served):
     schema = {"type": "object"}
-    for _ in range(400):
+    for _ in range(180):
         schema = {"type": "object", "properties": {"a": schema}}
     with pytest.raises(ApiError) as caught:
         served("gemma-4").parse_chat(REQUEST | {"tools": [function("f", schema)], "tool_choice": "required"})

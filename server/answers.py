@@ -128,7 +128,6 @@ class AnswerParser:
         self.openers: tuple[str, ...] = ()
         self.closers: tuple[str, ...] = ()
         self.keys = ("name", "arguments")
-        self.argument_reader = JsonReader
         if self.format is not None:
             self.openers = self.format.openers
             if self.format.parameters is not None and not syntax.bare_calls:
@@ -136,8 +135,7 @@ class AnswerParser:
                 self.openers = tuple(mark for mark in self.openers if mark not in further)
             self.closers = self.format.closers
             self.keys = self.format.keys or self.keys
-            if self.format.is_gemma:
-                self.argument_reader = GemmaReader
+        self.argument_reader = GemmaReader if self.format and self.format.is_gemma else JsonReader
         # The beginning of a call's JSON object, up to its arguments. The group is the name.
         arguments = "|".join(sorted({self.keys[1], "arguments", "parameters"}))
         name = rf'\{{\s*"{self.keys[0]}"\s*:\s*"({NAME_PATTERN})"'

@@ -20,6 +20,7 @@ from server.openai_requests import ConversationFields, Function, FunctionTool, M
 from server.parameters import property_types
 from server.request_fields import ApiError, log_once
 from server.tools import (
+    CONTENT_MARKS,
     Tool,
     ToolFormat,
     find_tool_format,
@@ -142,9 +143,6 @@ class ChatModel:
         variables = {"enable_thinking": fields.enable_thinking, "reasoning_effort": fields.reasoning_effort}
         if fields.reasoning_effort == "none":
             variables = {"enable_thinking": False}
-        elif fields.reasoning_effort and fields.enable_thinking is None:  # some models think only if they are told to
-            knows_effort = "reasoning_effort" in self.template_words or "enable_thinking" not in self.template_words
-            variables = variables if knows_effort else {"enable_thinking": True}
         variables = {name: value for name, value in variables.items() if value is not None}
         for name in variables.keys() - self.template_words:
             log_once(
@@ -311,8 +309,8 @@ class ChatModel:
             call = {"id": self.id_for_template(call_id), "type": "function", "function": function}
             message["tool_calls"].append(call)
         if format.is_gemma:
-            first = message["tool_calls"][0]["function"]
-            first["name"] = format.name_after(message["content"], first["name"])
+            if message["content"].strip():  # the template would write it after the results
+                message["tool_calls"][0]["function"]["name"] = message["content"].join(CONTENT_MARKS) + calls[0][1]
             message["content"] = ""
             message |= {key: message[key].strip("\n") for key in THOUGHTS if key in message}  # the template adds them
         if format.null_content:  # the template would write the content instead of the calls

@@ -154,6 +154,7 @@ class ArgumentRules:
         self.special = special
         self.texts = texts
         self.order = lambda item: 0  # what properties are sorted by
+        self.named_key = json.dumps  # the expression of a key that the schema names
         self.separator = '", "'
         self.before_key = ""
         self.after_key = json.dumps("=")
@@ -190,23 +191,19 @@ class ArgumentRules:
         for i, (key, value) in enumerate(reversed(properties.items())):
             if value is False:
                 continue
+            if self.is_python and not KEYWORD.fullmatch(key):
+                place = f"{self.tool.place}.properties[{json.dumps(key[:60])}]"
+                raise UserError(f"{place}: a call as in Python cannot have an argument of this name")
             here = f"{number}_{i}"
             is_required = key in required
             rules += [
-                f"item_{here}: {self._argument(self._key(key), value)}",
+                f"item_{here}: {self._argument(self.named_key(key), value)}",
                 f"rest_{here}: ({self.separator} item_{here}){{{int(is_required)},1}} {rest}",
                 f"first_{here}: item_{here} {rest}" + ("" if is_required else f" | {first}"),
             ]
             rest = f"rest_{here}"
             first = f"first_{here}"
         return first
-
-    def _key(self, key: str) -> str:
-        """The expression of a key that the schema names."""
-        if self.is_python and not KEYWORD.fullmatch(key):
-            place = f"{self.tool.place}.properties[{json.dumps(key[:60])}]"
-            raise UserError(f"{place}: a call as in Python cannot have an argument of this name")
-        return json.dumps(key)
 
     def _argument(self, key: str, schema: dict | bool) -> str:
         """The expression of an argument. Its key is a token of its own: the library does not tell
@@ -295,6 +292,7 @@ class GemmaRules(ArgumentRules):
     def __init__(self, format: ToolFormat, tool: Tool, special: dict[str, int], texts: dict[str, str]):
         super().__init__(format, tool, special, texts)
         self.order = lambda item: item[0].lower()
+        self.named_key = lambda key: literal(gemma_key(key), special)
         self.separator = '","'
         self.after_key = '":"'
         self.end = QUOTE
@@ -311,9 +309,6 @@ class GemmaRules(ArgumentRules):
         except RecursionError:
             raise UserError(f"{self.tool.place} is nested too deeply") from None
         return [*self.found, f"arguments_{number}: {expression}"]
-
-    def _key(self, key: str) -> str:
-        return literal(gemma_key(key), self.special)
 
     def _value(self, schema, depth: int = 0) -> str:
         """The name of the rule for a value. Schemas that refer to themselves have rules that do so."""
@@ -336,8 +331,9 @@ class GemmaRules(ArgumentRules):
         for key in ("anyOf", "oneOf"):
             if schema.get(key):
                 beside = {name: value for name, value in schema.items() if name not in (key, "allOf")}
-                parts = [follow(part, self.root) for part in schema[key]]
-                return [self._value(merged(beside, part)) for part in parts if part is not False]
+                return [
+                    self._value(merged(beside, follow(part, self.root))) for part in schema[key] if part is not False
+                ]
         types = types_of({"type": schema.get("type")}, self.root) or ALL_TYPES
         return [self._of_type(kind, schema, name) for kind in sorted(types)]
 

@@ -146,13 +146,9 @@ class ToolFormat:
         text = json_text(arguments)
         return text if self.writes_text else {"arguments": text}
 
-    def name_after(self, content: str, name: str) -> str:
-        """The name of a call for a template that writes the content of a message after its calls and their results,
-        although the model wrote it before them. content_before_calls puts the content where it belongs."""
-        return content.join(CONTENT_MARKS) + name if content else name
-
     def content_before_calls(self, text: str) -> str:
-        """What the template has written with name_after, as the model wrote it."""
+        """The text of messages with the content before their calls, as the model wrote it, if each first call's name
+        begins with the content between CONTENT_MARKS. Gemma 4's template writes the content after the results."""
         begin, end = CONTENT_MARKS
         text = re.sub(f"{re.escape(self.prefix)}{begin}([^{end}]*){end}", rf"\1{self.prefix}", text)
         return re.sub(f"{begin}[^{end}]*{end}", "", text)  # in the names of results

@@ -11,20 +11,26 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schemas import random_schema
+from scripted import ScriptedEngine, app_settings
+from scripted import events_of as events_in
+from servers import KEY
+from starlette.testclient import TestClient
 
 # isort: off
 from test_parameters import random_text
-from test_tools import BESIDE, GEMMA_MARKS, MARKS, NAMES, QUESTION, REQUEST, STRANGE, TOOLS, an_object, answered
-from test_tools import check_any_cut, content, cut, events_of, fits, function, source_of
+from test_tools import BESIDE, GEMMA_MARKS, MARKS, NAMES, QUESTION, REQUEST, SOURCES, STRANGE, TOOLS, an_object
+from test_tools import answered, check_any_cut, content, cut, events_of, fits, function, source_of
 from test_tools import compiler as compiler, files as files, served as served  # fixtures
 # isort: on
 
+from server import http_server
 from server.answers import AnswerParser, AnswerSyntax, CallArguments, CallBegins, Reasoning
 from server.gemma_calls import QUOTE, GemmaReader, gemma_text
 from server.openai_requests import ChatBody
 from server.request_fields import ApiError
 from server.tools import GEMMA, Tool
 from text.chat_template import CHANNEL_MARKS
+from text.tokenizer import Tokenizer
 
 BEGIN, END = GEMMA.prefix, GEMMA.suffix
 SYNTAX = AnswerSyntax(CHANNEL_MARKS, tools=GEMMA, names=frozenset(NAMES))
@@ -226,11 +232,84 @@ def test_special_tokens(served):
     assert model.chat.thinking_end_ids[-1] == special["<channel|>"]
 
 
-def test_effort_turns_thinking_on(served):
-    model = served("gemma-4")
-    for fields, thinks in (({}, False), ({"reasoning_effort": "low"}, True), ({"reasoning_effort": "none"}, False),
-                           ({"reasoning_effort": "high", "enable_thinking": False}, False)):  # fmt: skip
-        assert ("<|think|>" in prompt(model, [QUESTION], **fields)) == thinks
+# ---------------------------------------------------------------- all APIs
+
+PIECES = [
+    "<|channel>thou",
+    "ght\nHm.\n<channel|>Sure.",
+    BEGIN,
+    "f{x",
+    ':1,y:<|"|>b',
+    'c<|"|>}',
+    END + BEGIN,
+    "get_weather{}",
+    END,
+]
+CALLED = [("f", {"x": 1, "y": "bc"}), ("get_weather", {})]
+
+
+@pytest.fixture(scope="module")
+def scripted(checkpoints):
+    """(a client of the server, its engine)."""
+    engine = ScriptedEngine()
+    engine.updates = [{"text": piece} for piece in PIECES]
+    engine.updates[-1] |= {"finish_reason": "stop"}
+    app = http_server.make_app(app_settings(checkpoints[None], SOURCES["gemma-4"]), engine, "127.0.0.1")
+    return TestClient(app, headers={"authorization": f"Bearer {KEY}"}), engine
+
+
+def prompt_of(engine, tokenizer) -> str:
+    return tokenizer.decode(engine.completion.choices[0].request.prompt)
+
+
+def test_all_apis(checkpoints, scripted):
+    """Each has the thoughts, the text and the calls, whole and streamed. What it has written, sent back with results, is
+    in the next prompt."""
+    client, engine = scripted
+    tokenizer = Tokenizer(checkpoints[None])
+    functions = [{"name": tool.name, "parameters": tool.schema} for tool in TOOLS]
+    nested = [{"type": "function", "function": one} for one in functions]
+    flat = [{"type": "function"} | one for one in functions]
+    anthropic = [{"name": tool.name, "input_schema": {"type": "object"} | tool.schema} for tool in TOOLS]
+    thinking = {"type": "enabled"}
+
+    body = {"messages": [QUESTION], "tools": nested, "enable_thinking": True}
+    message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "Rain."} for call in message["tool_calls"]]
+    client.post("/v1/chat/completions", json=body | {"messages": [QUESTION, message, *results]})
+    prompts = [prompt_of(engine, tokenizer)]
+    found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+    assert (message["reasoning_content"].strip(), message["content"], found) == ("Hm.", "Sure.", CALLED)
+
+    body = {"input": [QUESTION], "tools": flat, "chat_template_kwargs": {"enable_thinking": True}}
+    items = client.post("/v1/responses", json=body).json()["output"]
+    streamed = events_in(client.post("/v1/responses", json=body | {"stream": True}))[-1]["response"]["output"]
+    for output in (items, streamed):
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+        assert [(item["name"], json.loads(item["arguments"])) for item in output[2:]] == CALLED
+        assert output[1]["content"][0]["text"] == "Sure." and output[0]["content"][0]["text"].strip() == "Hm."
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "Rain."} for item in items[2:]]
+    client.post("/v1/responses", json=body | {"input": [QUESTION, *items, *results]})
+    prompts.append(prompt_of(engine, tokenizer))
+
+    body = {"messages": [QUESTION], "tools": anthropic, "thinking": thinking, "max_tokens": 50}
+    blocks = client.post("/v1/messages", json=body).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [(block["name"], block["input"]) for block in blocks[2:]] == CALLED and blocks[1]["text"] == "Sure."
+    events = events_in(client.post("/v1/messages", json=body | {"stream": True}))
+    parts = [
+        event["delta"]["partial_json"] for event in events if event.get("delta", {}).get("type") == "input_json_delta"
+    ]
+    assert json.loads("[" + "".join(parts).replace("}{", "},{") + "]") == [arguments for _, arguments in CALLED]
+    results = [{"type": "tool_result", "tool_use_id": block["id"], "content": "Rain."} for block in blocks[2:]]
+    turns = [QUESTION, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    client.post("/v1/messages", json=body | {"messages": turns})
+    prompts.append(prompt_of(engine, tokenizer))
+
+    answered = '<|tool_response>response:f{value:<|"|>Rain.<|"|>}<tool_response|>'
+    answered += '<|tool_response>response:get_weather{value:<|"|>Rain.<|"|>}<tool_response|>'
+    for text in prompts:
+        assert text.endswith(f"<|turn>model\n{''.join(PIECES)}{answered}")
 
 
 # ---------------------------------------------------------------- grammars

@@ -108,7 +108,7 @@ class ChatTemplate:
         end = text.rpartition(thoughts)[2].partition(answer["content"])[0]
         if re.fullmatch(rf"\n{{0,2}}{re.escape(marks[1])}\n{{0,2}}", end):
             return end
-        return f"\n{marks[1]}" + "\n\n" * (marks != CHANNEL_MARKS)
+        return f"\n{marks[1]}" if marks == CHANNEL_MARKS else f"\n{marks[1]}\n\n"
 
     def end_ids(self) -> set[int]:
         """The special tokens that the template writes after an answer, and Gemma 4's before the results of its calls.

@@ -120,7 +120,9 @@ class ChatTemplate:
         answer = "An answer."
         question = {"role": "user", "content": "A question?"}
         messages = [question, {"role": "assistant", "content": answer}]
-        ids = {i for i, name in enumerate(self.tokenizer.vocabulary.tokens()) if name == TOOL_RESPONSE}
+        ids = set()
+        if TOOL_RESPONSE in self.source:
+            ids = {i for i, name in enumerate(self.tokenizer.vocabulary.tokens()) if name == TOOL_RESPONSE}
         for conversation in (messages, [*messages, question]):
             try:
                 text = self.render(conversation, add_generation_prompt=False)

@@ -1,8 +1,7 @@
 """Splits the text of an answer into thoughts, content and tool calls, while it is being generated.
 
-Read down: the events; AnswerSyntax, what an answer may contain; AnswerParser; JsonReader, which reads
-JSON in pieces. tools.py describes how a model writes calls. This file knows nothing of requests and
-responses.
+Read down: the events; AnswerSyntax, what an answer may contain; AnswerParser. tools.py describes how a
+model writes calls. This file knows nothing of requests and responses.
 
 Models make mistakes, so the parser is lenient: text that is not a call of a known tool stays
 content. The result depends on the text alone, not on the pieces in which it comes.
@@ -15,9 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from server.gemma_calls import GemmaReader
+from server.json_reader import JsonReader, is_json
 from server.parameters import Types, ValueText, refuse_constant
 from server.python_calls import CallEnd, read_arguments
 from server.tools import NAME_PATTERN, ToolFormat
+from text.chat_template import CHANNEL_MARKS
 from text.tokenizer import StopSearch, ThoughtSearch, start_of_partial
 
 # ---------------------------------------------------------------- events
@@ -133,6 +135,7 @@ class AnswerParser:
                 self.openers = tuple(mark for mark in self.openers if mark not in further)
             self.closers = self.format.closers
             self.keys = self.format.keys or self.keys
+        self.argument_reader = GemmaReader if self.format and self.format.is_gemma else JsonReader
         # The beginning of a call's JSON object, up to its arguments. The group is the name.
         arguments = "|".join(sorted({self.keys[1], "arguments", "parameters"}))
         name = rf'\{{\s*"{self.keys[0]}"\s*:\s*"({NAME_PATTERN})"'
@@ -169,19 +172,24 @@ class AnswerParser:
 
     def _read_all(self) -> Iterator[None]:
         with suppress(EndOfAnswer):
-            yield from self._read_thoughts()
+            yield from self._read_thoughts(self.syntax.begins_inside)
             yield from self._read_bare_call()
             yield from self._read_content()
         with suppress(EndOfAnswer):
             self._add_content("", last=True)
 
     def _read_content(self) -> Iterator[None]:
-        """Read the rest of the answer: content, and calls after marks."""
+        """Read the rest of the answer: content, calls after marks, and Gemma 4's later thoughts, which may be empty."""
+        thoughts = CHANNEL_MARKS[:1] if self.syntax.thinking == CHANNEL_MARKS else ()
         while True:
-            before, mark = self._take_until(self.openers)
+            before, mark = self._take_until((*self.openers, *thoughts))
             self.held = mark
             self._emit(Content, before)
-            if mark:
+            if mark in thoughts:
+                self._add_content("", last=True)
+                self._drop_space()
+                yield from self._read_thoughts(begins_inside=True)
+            elif mark:
                 yield from self._read_calls_after_mark()
             elif self.ended:
                 break
@@ -192,16 +200,16 @@ class AnswerParser:
 
     # ------------------------------------------------------------ thoughts and content
 
-    def _read_thoughts(self) -> Iterator[None]:
+    def _read_thoughts(self, begins_inside: bool) -> Iterator[None]:
         """Read thoughts, and the white space after them.
 
         What looks like a call within thoughts is a part of them if they are closed after it. If the model ends its
         answer without closing them, it is a call.
         """
-        search = ThoughtSearch(self.syntax.thinking, self.syntax.begins_inside)
+        search = ThoughtSearch(self.syntax.thinking, begins_inside)
         if search.place == "answer":
             return
-        has_thoughts = self.syntax.begins_inside
+        has_thoughts = begins_inside
         thoughts = ""  # from the first mark of a call on
         while True:
             found = dict(search.add(self.text, self.ended))
@@ -512,8 +520,8 @@ class AnswerParser:
         return (yield from self._read_parameters(self.syntax.types.get(start[1], {})))
 
     def _read_arguments(self, name: str, at: int) -> Iterator[None]:
-        """Read the arguments of a call as JSON from text[at] on, and the rest of its object."""
-        reader = JsonReader(self.closers)
+        """Read the arguments of a call from text[at] on, which become JSON, and the rest of its object."""
+        reader = self.argument_reader(self.closers)
         end = at
         while not self.is_streamed:
             end, _ = reader.read(self.text, end, self.ended)
@@ -524,7 +532,7 @@ class AnswerParser:
             return self._refuse(end)
 
         self._begin_call(name, at)
-        reader = JsonReader(self.closers)
+        reader = self.argument_reader(self.closers)
         yield from self._take_json(reader, are_arguments=True)
         if reader.depth <= 0 and is_json(reader.text):  # otherwise a mark that ends calls has cut them off
             self.whole_calls += 1
@@ -532,7 +540,7 @@ class AnswerParser:
             yield from self._take_json(JsonReader(self.closers, depth=1))
         return True
 
-    def _take_json(self, reader: "JsonReader", are_arguments: bool = False) -> Iterator[None]:
+    def _take_json(self, reader: JsonReader, are_arguments: bool = False) -> Iterator[None]:
         while not reader.is_complete:
             at, text = reader.read(self.text, 0, self.ended)
             self._take(at)
@@ -624,78 +632,3 @@ def find_mark(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
     """Where the first of the marks begins, and the mark. If there is none, where one may begin, and ""."""
     found = [(text.find(mark), mark) for mark in marks if mark in text]
     return min(found, default=(start_of_partial(text, marks), ""))
-
-
-class JsonReader:
-    """Finds the end of a JSON object that comes in pieces, by counting the brackets outside of strings.
-
-    It makes valid JSON of what models often write instead: line breaks and other control characters in a
-    string, a comma before a closing bracket, a backslash that begins no escape sequence.
-    """
-
-    # What may stand in a string. A backslash matches once it is known what follows it.
-    IN_STRING = re.compile(
-        r"""(?P<quote>")|[^"\\\x00-\x1f]+|(?P<control>[\x00-\x1f])|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})"""
-        r"""|\\(?=['\x00-\x1f])(?P<dropped>)|(?P<backslash>\\)(?=[^"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])"""
-    )
-    # The same outside of strings, for a comma.
-    OUTSIDE = (
-        r"""(?P<quote>")|(?P<opening>[\[{])|(?P<closing>[\]}])"""
-        r"""|,(?=\s{0,99}[}\]])(?P<dropped>)|,(?=\s{0,99}[^\s}\]]|\s{100})"""
-    )
-
-    def __init__(self, closers: tuple[str, ...] = (), depth: int = 0):
-        """closers: marks that end an object even if brackets are open, unless they stand in a string.
-
-        depth: the number of open brackets.
-        """
-        self.closers = closers
-        self.depth = depth
-        self.in_string = False
-        self.is_complete = False  # the object or a closer was found
-        self.text = ""  # what was read, as valid JSON
-        marks = "|".join(map(re.escape, closers)) or "(?!)"
-        self.outside = re.compile(rf"""(?P<closer>{marks})|{self.OUTSIDE}|(?:(?!{marks})[^",\[\]{{}}])+""")
-
-    def read(self, text: str, at: int, ended: bool) -> tuple[int, str]:
-        """Go on at text[at]. Returns where to go on next, and what was read, as valid JSON.
-
-        What may be the beginning of a closer is left at the end of the text, unless `ended` says
-        that nothing follows.
-        """
-        stop = len(text) if ended else start_of_partial(text, self.closers)
-        pieces = []
-        while not self.is_complete:
-            match = (self.IN_STRING if self.in_string else self.outside).match(text, at, stop)
-            if match is None:
-                break
-            kind = match.lastgroup
-            self.is_complete = kind == "closer"
-            if self.is_complete:
-                break
-            at = match.end()
-            self.in_string ^= kind == "quote"
-            self.depth += (kind == "opening") - (kind == "closing")
-            self.is_complete = kind == "closing" and self.depth <= 0
-            pieces.append(REPAIRS.get(kind, str)(match[0]))
-        self.text += "".join(pieces)
-        return at, "".join(pieces)
-
-
-# How JsonReader mends a piece of text, by the name of its group.
-REPAIRS = {
-    "control": lambda piece: json.dumps(piece)[1:-1],
-    "backslash": lambda piece: piece * 2,
-    "dropped": lambda piece: "",
-}
-
-
-def is_json(text: str) -> bool:
-    """Whether a text is valid JSON, however deep or long its values are."""
-    try:
-        json.loads(text, parse_constant=refuse_constant, parse_int=str)
-        return True
-    except ValueError:
-        return False
-    except RecursionError:
-        return True

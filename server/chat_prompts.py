@@ -20,6 +20,7 @@ from server.openai_requests import ConversationFields, Function, FunctionTool, M
 from server.parameters import property_types
 from server.request_fields import ApiError, log_once
 from server.tools import (
+    CONTENT_MARKS,
     Tool,
     ToolFormat,
     find_tool_format,
@@ -180,6 +181,8 @@ class ChatModel:
         except RecursionError:
             raise ApiError("messages: the arguments of a call are nested too deeply", param="messages") from None
 
+        if self.tool_format is not None and self.tool_format.is_gemma:
+            text = self.tool_format.content_before_calls(text)
         continued = None
         if continues and last["content"].strip():
             continued = last["content"]
@@ -305,6 +308,11 @@ class ChatModel:
             function = {"name": name, "arguments": format.arguments_for_template(arguments)}
             call = {"id": self.id_for_template(call_id), "type": "function", "function": function}
             message["tool_calls"].append(call)
+        if format.is_gemma:
+            if message["content"].strip():  # the template would write it after the results
+                message["tool_calls"][0]["function"]["name"] = message["content"].join(CONTENT_MARKS) + calls[0][1]
+            message["content"] = ""
+            message |= {key: message[key].strip("\n") for key in THOUGHTS if key in message}  # the template adds them
         if format.null_content:  # the template would write the content instead of the calls
             message["content"] = None
         return message

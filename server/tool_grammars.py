@@ -7,8 +7,10 @@ writes calls, and text/grammar.py how masks follow a grammar.
 
 import json
 import re
+from itertools import accumulate
 
 from cli import UserError
+from server.gemma_calls import QUOTE, gemma_key, gemma_text
 from server.parameters import (
     MAX_DEPTH,
     STRING,
@@ -58,7 +60,9 @@ class ToolGrammar:
         texts: dict[str, str] = {}
         for i, tool in enumerate(tools):
             calls.append(f"{json.dumps(tool.name)} {middle} arguments_{i} {suffix}")
-            if format.is_python or format.parameters is not None:
+            if format.is_gemma:
+                rules += GemmaRules(format, tool, special, texts).rules(i)
+            elif format.is_python or format.parameters is not None:
                 rules += ArgumentRules(format, tool, special, texts).rules(i)
             else:
                 rule = schema_rule({"type": "object"} | tool.schema, lenient=not tool.strict)
@@ -129,6 +133,8 @@ ANY_TEXT = r"(.|\n)*"
 MAX_REPEATS = 10_000  # longer texts are not limited
 PLAIN = {"type", "title", "description", "default", "examples"}  # keywords of a type and nothing more
 JSON_TYPES = {"true": "boolean", "false": "boolean", "null": "null"}
+ALL_TYPES = ("array", "boolean", "null", "number", "object", "string")
+OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 class ArgumentRules:
@@ -145,12 +151,15 @@ class ArgumentRules:
         self.tool = tool
         self.root = tool.schema
         self.is_python = format.is_python
+        self.special = special
         self.texts = texts
+        self.order = lambda item: 0  # what properties are sorted by
+        self.named_key = json.dumps  # the expression of a key that the schema names
         self.separator = '", "'
         self.before_key = ""
         self.after_key = json.dumps("=")
         self.other_key = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # the key of an argument that the schema does not name
-        if not self.is_python:
+        if format.parameters is not None:
             self.separator = ""
             self.before_key = literal(format.parameters.before, special)
             self.after_key = literal(format.parameters.middle, special)
@@ -161,8 +170,14 @@ class ArgumentRules:
     def rules(self, number: int) -> list[str]:
         """The rule `arguments_NUMBER`, after the rules that it refers to. UserError if the name of an argument cannot
         be written."""
-        properties, required, others = named_arguments(self.root)
-        rules = []
+        rules: list[str] = []
+        first = self._members(self.root, str(number), rules)
+        return [*rules, f"arguments_{number}: {first}"]
+
+    def _members(self, schema: dict, number: str, rules: list[str]) -> str:
+        """The expression of the members of an object. rules: gets the rules that it refers to, with `number` in their
+        names."""
+        properties, required, others = named_arguments(schema)
         rest = json.dumps("")  # the rule for what follows an argument
         first = rest  # the same, if no argument has come
         if others is not False:
@@ -172,22 +187,23 @@ class ArgumentRules:
             rest = f"({self.separator} other_{number})*"
             first = f"(other_{number} {rest})?"
 
-        for key, schema in reversed(properties.items()):
-            if schema is False:
+        properties = dict(sorted(properties.items(), key=self.order))
+        for i, (key, value) in enumerate(reversed(properties.items())):
+            if value is False:
                 continue
             if self.is_python and not KEYWORD.fullmatch(key):
                 place = f"{self.tool.place}.properties[{json.dumps(key[:60])}]"
                 raise UserError(f"{place}: a call as in Python cannot have an argument of this name")
-            here = f"{number}_{len(rules)}"
+            here = f"{number}_{i}"
             is_required = key in required
             rules += [
-                f"item_{here}: {self._argument(json.dumps(key), schema)}",
+                f"item_{here}: {self._argument(self.named_key(key), value)}",
                 f"rest_{here}: ({self.separator} item_{here}){{{int(is_required)},1}} {rest}",
                 f"first_{here}: item_{here} {rest}" + ("" if is_required else f" | {first}"),
             ]
             rest = f"rest_{here}"
             first = f"first_{here}"
-        return [*rules, f"arguments_{number}: {first}"]
+        return first
 
     def _argument(self, key: str, schema: dict | bool) -> str:
         """The expression of an argument. Its key is a token of its own: the library does not tell
@@ -265,6 +281,88 @@ class ArgumentRules:
         return self._name_of(f"{text} {self.after}")
 
 
+class GemmaRules(ArgumentRules):
+    """The rules for a tool's arguments as Gemma 4 writes them (gemma_calls.py). Every object is written like the
+    arguments, but the order of its properties is alphabetical, as in the model's template.
+
+    Not enforced are `format`, `prefixItems`, and the schema's keywords about an object as a whole. Of an enum, nothing
+    else is looked at. Other keywords beside anyOf or allOf apply if a part does not have them.
+    """
+
+    def __init__(self, format: ToolFormat, tool: Tool, special: dict[str, int], texts: dict[str, str]):
+        super().__init__(format, tool, special, texts)
+        self.order = lambda item: item[0].lower()
+        self.named_key = lambda key: literal(gemma_key(key), special)
+        self.separator = '","'
+        self.after_key = '":"'
+        self.end = QUOTE
+        self.after = literal(QUOTE, special)
+        self.number = ""  # of the tool
+        self.values: dict[str, str] = {}  # schema as JSON -> the name of the rule for such a value
+        self.found: list[str] = []  # the rules of values
+
+    def rules(self, number: int) -> list[str]:
+        """The rule `arguments_NUMBER`, after the rules that it refers to."""
+        self.number = str(number)
+        try:
+            expression = self._value(merged({}, follow(self.root, self.root)) | {"type": "object"})
+        except RecursionError:
+            raise UserError(f"{self.tool.place} is nested too deeply") from None
+        return [*self.found, f"arguments_{number}: {expression}"]
+
+    def _value(self, schema, depth: int = 0) -> str:
+        """The name of the rule for a value. Schemas that refer to themselves have rules that do so."""
+        schema = follow(schema, self.root)
+        text = json.dumps(schema, sort_keys=True)
+        if text not in self.values:
+            name = f"value_{self.number}_{len(self.values)}"
+            self.values[text] = name
+            choices = self._choices({} if schema is True else schema, name)
+            self.found.append(f"{name}: {' | '.join(choices)}")
+        return self.values[text]
+
+    def _choices(self, schema: dict, name: str) -> list[str]:
+        """The expressions of the values that fit a schema. name: of the rule."""
+        for part in schema.get("allOf", ()):
+            schema = merged(schema, follow(part, self.root))
+        members = members_of(schema)
+        if members:
+            return [literal(gemma_text(member), self.special) for member in members]
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                beside = {name: value for name, value in schema.items() if name not in (key, "allOf")}
+                return [
+                    self._value(merged(beside, follow(part, self.root))) for part in schema[key] if part is not False
+                ]
+        types = types_of({"type": schema.get("type")}, self.root) or ALL_TYPES
+        return [self._of_type(kind, schema, name) for kind in sorted(types)]
+
+    def _of_type(self, kind: str, schema: dict, name: str) -> str:
+        """The expression of the values of a type that fit a schema."""
+        if kind == "string":
+            return f"{self.after} {self._text(schema)}"
+        if kind == "object":
+            return f'"{{" {self._members(schema, name, self.found)} "}}"'
+        if kind != "array":
+            return self._json({key: value for key, value in schema.items() if key in OF_NUMBERS} | {"type": kind})
+        low = schema.get("minItems", 0)
+        high = schema.get("maxItems", "")
+        if schema.get("items") is False or high == 0:
+            return '"[" "]"'
+        item = self._value(schema.get("items", True))
+        more = "" if high == 1 else f'("," {item}){{{max(low - 1, 0)},{high and high - 1}}}'
+        return f'"[" ({item} {more}){"" if low else "?"} "]"'
+
+
+def merged(schema: dict, part: dict | bool) -> dict:
+    """A schema for what fits two schemas: with the properties of both. Of other keywords, the part's count."""
+    if not isinstance(part, dict):
+        return schema
+    required = {*schema.get("required", ()), *part.get("required", ())}
+    properties = schema.get("properties", {}) | part.get("properties", {})
+    return schema | part | {"properties": properties, "required": sorted(required)}
+
+
 def whole_pattern(pattern) -> str | None:
     """A regular expression that matches whole texts, of one that is searched in them. None if
     there is no pattern, or if it has anchors elsewhere than at its ends."""
@@ -280,7 +378,8 @@ def whole_pattern(pattern) -> str | None:
         after = ""
         del parts[-1]
 
-    is_choice = "|" in parts and before + after != ANY_TEXT * 2  # each choice would have its anchors
+    depths = accumulate((part == "(") - (part == ")") for part in parts)
+    is_choice = ("|", 0) in zip(parts, depths) and before + after != ANY_TEXT * 2  # each choice would have its anchors
     if is_choice or not {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}.isdisjoint(parts):
         return None
     return f"{before}({escaped_pattern(''.join(parts))}){after}"

@@ -9,11 +9,11 @@ Every format that is supported writes a call as
     prefix NAME middle ARGUMENTS suffix
 
 where ARGUMENTS is a JSON object, or arguments that are written one by one as parameters.py
-describes, or as Python does (python_calls.py). `begin` comes before the first call of an answer,
-`between` between two calls, and `end` after the last one. For Qwen3, the prefix is
-'<tool_call>\\n{"name": "', the middle '", "arguments": ' and the suffix '}\\n</tool_call>'. For
-Qwen3.5, they are '<tool_call>\\n<function=', '>\\n' and '</function>\\n</tool_call>'. For LFM2, they
-are '', '(' and ')'.
+describes, or as Python does (python_calls.py), or as Gemma 4 does (gemma_calls.py). `begin` comes
+before the first call of an answer, `between` between two calls, and `end` after the last one. For
+Qwen3, the prefix is '<tool_call>\\n{"name": "', the middle '", "arguments": ' and the suffix
+'}\\n</tool_call>'. For Qwen3.5, they are '<tool_call>\\n<function=', '>\\n' and
+'</function>\\n</tool_call>'. For LFM2, they are '', '(' and ')'.
 """
 
 import json
@@ -24,6 +24,7 @@ from itertools import product
 from os.path import commonprefix
 
 from cli import UserError
+from server.gemma_calls import QUOTE, gemma_text
 from server.parameters import ParameterFormat, spaced_pattern
 from server.python_calls import python_arguments
 from text.chat_template import THINKING_MARKS, ChatTemplate
@@ -32,6 +33,7 @@ from text.tokenizer import Tokenizer
 NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"  # a function's name: Anthropic's limit, OpenAI's is 64
 ID_PATTERN = "[a-zA-Z0-9]{9}"  # a call's id, in the formats that write ids (Mistral's)
 PROBE_ID = "aB3dE5gH7"  # stands for the id of a call in the texts of a ToolFormat
+CONTENT_MARKS = ("\ufdd0", "\ufdd1")  # around content in a name; Unicode has no characters there
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class ToolFormat:
     end: str = ""
     parameters: ParameterFormat | None = None  # None: the arguments are not written one by one
     is_python: bool = False  # as f(x=1); a model may write a JSON object instead
+    is_gemma: bool = False  # the arguments are as gemma_calls.py describes, not JSON
     # Marks before a call that the model may write, although the template does not.
     more_openers: tuple[str, ...] = ()
     null_content: bool = False  # the content of a message with calls must be null
@@ -115,6 +118,8 @@ class ToolFormat:
         texts = [self.begin, self.prefix, self.middle, self.suffix, self.end]
         if self.parameters is not None:
             texts += [self.parameters.before, self.parameters.middle, self.parameters.after]
+        if self.is_gemma:
+            texts.append(QUOTE)
         return "\n".join([*texts, *self.more_openers])
 
     def call_start(self, opener: str) -> str:
@@ -134,10 +139,19 @@ class ToolFormat:
         Arguments that are not an object become text. If the template would fail with text, or would
         not write it, they become an object with this text.
         """
+        if isinstance(arguments, dict) and self.is_gemma and self.writes_text:
+            return gemma_text(arguments)[1:-1]  # in the model's order; the template would sort the keys
         if isinstance(arguments, dict) and not self.text_arguments:
             return arguments
         text = json_text(arguments)
         return text if self.writes_text else {"arguments": text}
+
+    def content_before_calls(self, text: str) -> str:
+        """The text of messages with the content before their calls, as the model wrote it, if each first call's name
+        begins with the content between CONTENT_MARKS. Gemma 4's template writes the content after the results."""
+        begin, end = CONTENT_MARKS
+        text = re.sub(f"{re.escape(self.prefix)}{begin}([^{end}]*){end}", rf"\1{self.prefix}", text)
+        return re.sub(f"{begin}[^{end}]*{end}", "", text)  # in the names of results
 
     def write(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, given as (name, arguments as JSON text), if a call has these."""
@@ -145,8 +159,10 @@ class ToolFormat:
         for name, arguments in calls:
             if self.is_python:
                 arguments = python_arguments(json_object(arguments))
+            elif self.is_gemma:
+                arguments = gemma_text(json_object(arguments))
             texts.append(self.prefix + name + self.middle + arguments + self.suffix)
-        between = self.between or "\n"
+        between = "\n" if self.between is None else self.between
         return self.begin + between.join(texts) + self.end
 
 
@@ -193,6 +209,7 @@ LFM2 = ToolFormat(
     is_python=True,
     in_content=True,
 )
+GEMMA = ToolFormat(prefix="<|tool_call>call:", middle="", suffix="<tool_call|>", between="", is_gemma=True)
 # The formats of models whose templates do not write calls. A template has the format of the first
 # mark that it contains.
 KNOWN_FORMATS = {
@@ -310,9 +327,10 @@ def probe_format(probe: Probe) -> ToolFormat | None:
     """The format in which the template writes calls; None if it does not write them, or the format
     is not supported."""
     rendered = probe.render(1)
-    python_call = LFM2.write([(PROBE_NAMES[0], json.dumps({PROBE_KEYS[0]: PROBE_NAMES[0]}))])
-    if python_call in rendered.replace("'", '"'):  # templates write strings with quotes of either kind
-        return replace(LFM2, in_content=False)
+    for known in (replace(LFM2, in_content=False), GEMMA):  # whose arguments are not JSON
+        call = known.write([(PROBE_NAMES[0], json.dumps({PROBE_KEYS[0]: PROBE_NAMES[0]}))])
+        if call in rendered.replace("'", '"'):  # templates write strings with quotes of either kind
+            return known
 
     header, _, end_of_turn = probe.render(0).rpartition(PROBE_CONTENT)
     parameters = None

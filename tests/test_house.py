@@ -22,7 +22,8 @@ ORDER = """
     drafts.controller drafts.draft drafts.draft_model drafts.retrieval drafts.heads drafts.mtp drafts.loading
     speculative
     options load text.chat generate
-    server.parameters server.python_calls server.tools server.tool_grammars server.answers
+    server.parameters server.python_calls server.json_reader server.gemma_calls
+    server.tools server.tool_grammars server.answers
     server.pipe_messages server.request_fields server.openai_requests server.constraints server.chat_prompts
     server.answer_text server.api server.embeddings
     server.responses server.anthropic_requests server.anthropic server.responses_requests server.openai_responses

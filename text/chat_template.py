@@ -12,7 +12,9 @@ from pathlib import Path
 from cli import UserError, printable
 from text.tokenizer import Tokenizer, TokenizerFiles, read_tokenizer_files
 
-THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+CHANNEL_MARKS = ("<|channel>thought", "<channel|>")  # Gemma 4's
+TOOL_RESPONSE = "<|tool_response>"  # Gemma 4 ends its calls with it
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), CHANNEL_MARKS)
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after a message that is to be continued
 
 
@@ -106,10 +108,10 @@ class ChatTemplate:
         end = text.rpartition(thoughts)[2].partition(answer["content"])[0]
         if re.fullmatch(rf"\n{{0,2}}{re.escape(marks[1])}\n{{0,2}}", end):
             return end
-        return f"\n{marks[1]}\n\n"
+        return f"\n{marks[1]}" if marks == CHANNEL_MARKS else f"\n{marks[1]}\n\n"
 
     def end_ids(self) -> set[int]:
-        """The special tokens that the template writes after an answer.
+        """The special tokens that the template writes after an answer, and Gemma 4's before the results of its calls.
 
         The model ends its own answers with them, but not every checkpoint lists them among its EOS
         tokens. There are two if the last answer of a conversation ends in another way than those
@@ -119,6 +121,8 @@ class ChatTemplate:
         question = {"role": "user", "content": "A question?"}
         messages = [question, {"role": "assistant", "content": answer}]
         ids = set()
+        if TOOL_RESPONSE in self.source:
+            ids = {i for i, name in enumerate(self.tokenizer.vocabulary.tokens()) if name == TOOL_RESPONSE}
         for conversation in (messages, [*messages, question]):
             try:
                 text = self.render(conversation, add_generation_prompt=False)

@@ -279,7 +279,7 @@ def start_of_partial(text: str, strings: Iterable[str]) -> int:
     longest = max(map(len, strings), default=0)
     first = {string[0] for string in strings}
     for at in range(max(0, len(text) - longest + 1), len(text)):
-        if text[at] in first and any(string.startswith(text[at:]) for string in strings):
+        if text[at] in first and any(string.startswith(text[at:]) and string != text[at:] for string in strings):
             return at
     return len(text)
 

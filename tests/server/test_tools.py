@@ -32,6 +32,7 @@ from server.request_fields import ApiError
 from server.responses import ResponseBuilder
 from server.tool_grammars import ToolGrammar
 from server.tools import (
+    GEMMA,
     GRANITE,
     HERMES,
     LFM2,
@@ -64,7 +65,7 @@ TOOL_SOURCES = {"hermes-3": read_template("hermes-3-tool-use")}
 SOURCES = {"hermes-3": read_template("openhermes-2.5")} | {name: read_template(name) for name in (
     "phi-4-mini", "smollm3", "mistral-args", "deepseek", "xml", "glm", "lfm2", "lfm2.5", "lfm2.5-calls", "qwen2.5",
     "qwen3", "qwen3.5", "qwen3-coder", "llama-3.1", "llama-3.2", "mistral-nemo", "granite-3.3", "openhermes-2.5",
-    "gemma-2",
+    "gemma-2", "gemma-4",
 )}  # fmt: skip
 QWEN_XML = ToolFormat(
     "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", between="\n", more_openers=("<function=",),
@@ -79,7 +80,7 @@ FORMATS = {
         "<tool_call>", "\n", "</tool_call>", between="\n", writes_text=False,
         parameters=ParameterFormat("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
-    "lfm2": LFM2, "lfm2.5": LFM2, "lfm2.5-calls": replace(LFM2, in_content=False, writes_text=False),
+    "gemma-4": GEMMA, "lfm2": LFM2, "lfm2.5": LFM2, "lfm2.5-calls": replace(LFM2, in_content=False, writes_text=False),
     **dict.fromkeys(("hermes-3", "qwen2.5", "qwen3"), JSON_CALLS),
     "phi-4-mini": replace(PHI, tools_in="system"),
     "smollm3": replace(HERMES, tools_in="xml_tools"),
@@ -95,10 +96,13 @@ FORMATS = {
         null_content=True, text_arguments=True,
     ),
 }  # fmt: skip
-JSON_FORMATS = [name for name, format in FORMATS.items() if format.parameters is None and not format.is_python]
+JSON_FORMATS = [
+    name for name, format in FORMATS.items() if not (format.parameters or format.is_python or format.is_gemma)
+]
 ONE_BY_ONE = [name for name, format in FORMATS.items() if format.parameters is not None]
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "<|im_end|>"]
 SPECIAL += ["<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜/call｜>", "<｜/calls｜>", *LFM2_MARKS]
+GEMMA_MARKS = ["<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>', "<|channel>", "<channel|>", "<turn|>"]
 NAMES = ["get_weather", "f", "A-b_9"]
 POINT = an_object("x", x={"type": "integer"}, y={"$ref": "#/$defs/y"}) | {"$defs": {"y": {"enum": ["ä", "bc"]}}}
 TOOLS = [Tool("get_weather", {}), Tool("f", POINT, strict=True), Tool("A-b_9", {})]
@@ -109,7 +113,7 @@ def files(checkpoints, tmp_path_factory):
     """The files of the tiny model, whose vocabulary has the special tokens of several families."""
     folder = tmp_path_factory.mktemp("tools")
     library = Library.from_file(str(checkpoints[None] / "tokenizer.json"))
-    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL + GEMMA_MARKS])
     library.save(str(folder / "tokenizer.json"))
     config = json.loads((checkpoints[None] / "config.json").read_text()) | {"vocab_size": 720}
     (folder / "config.json").write_text(json.dumps(config))
@@ -156,7 +160,17 @@ def test_formats_are_found_from_templates(served, checkpoints):
         assert find_tool_format(ChatTemplate(plain, Tokenizer(checkpoints[None]))) is None
     assert [served(source).chat.tool_format for source in others] == [LFM2, None, None, None]
     thinking = [name for name in SOURCES if served(name).chat.thinking]
-    assert thinking == ["smollm3", "glm", "lfm2", "lfm2.5", "lfm2.5-calls", "qwen3", "qwen3.5", "granite-3.3"]
+    assert thinking == [
+        "smollm3",
+        "glm",
+        "lfm2",
+        "lfm2.5",
+        "lfm2.5-calls",
+        "qwen3",
+        "qwen3.5",
+        "granite-3.3",
+        "gemma-4",
+    ]
 
 
 # ---------------------------------------------------------------- the parser
@@ -216,7 +230,7 @@ def rendered_answer(model: ServedModel, content: str, calls: list[tuple]) -> str
     text = template.render([question, message], False, tools)
     assert text.startswith(before) or chat.thinking, (text, before)
     text = text.removeprefix(before)
-    for end in (after, "<|eot_id|>", "<|eom_id|>", "</s>"):
+    for end in (after, "<|eot_id|>", "<|eom_id|>", "</s>", "<|tool_response>"):
         text = text.removesuffix(end)
     return text.rstrip()
 

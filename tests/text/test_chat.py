@@ -438,12 +438,13 @@ def test_thoughts_are_dim_or_hidden(monkeypatch, capsys, hides, colours, size, p
         assert "".join(shown) == answer
 
 
-def test_thoughts_in_a_conversation_without_a_template(default_checkpoint, tiny_model, monkeypatch, capsys):
-    """Marks that are special tokens are text of the answer. Answers continue the text, and the next prompt is all of
-    it."""
+@pytest.mark.parametrize("begin", ["<|im_start|>", "<|im_start|> a"])
+def test_thoughts_in_a_conversation_without_a_template(default_checkpoint, tiny_model, monkeypatch, capsys, begin):
+    """Marks that are, or begin with, special tokens are text of the answer. Answers continue the text, and the next
+    prompt is all of it."""
     tokenizer, model = Tokenizer(default_checkpoint), tiny_model("llama-mha")
     monkeypatch.setattr(chat, "check_prompt", lambda *_: None)
-    session = make_session(model, 256, None, tokenizer, thinking=("<|im_start|>", "<|im_end|>"))
+    session = make_session(model, 256, None, tokenizer, thinking=(begin, "<|im_end|>"))
     answer = tokenizer.encode("<|im_start|> a cat<|im_end|> Miau", add_bos=False)
 
     def add(request):

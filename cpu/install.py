@@ -43,7 +43,7 @@ from cpu.shadow import make_shadow
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear
 from kernels import KERNELS, MAX_DECODE_TOKENS
-from layers import Embedding, Linear
+from layers import LAYER_TABLE, Embedding, Linear
 from model import Block, Transformer
 
 PACKING = {"pack_layer", "prepare_layer", "linear_packed"}  # what packed layers need
@@ -108,8 +108,8 @@ class CpuInstaller(Installer):
         self.reserved: HugePages | None = None
         self.freed = 0  # bytes of layers that have been packed since their memory was released
         total = 0
-        for module in model.modules():
-            if self.has_kernels and has_format(module):
+        for name, module in model.named_modules():
+            if self.has_kernels and has_format(module) and name != LAYER_TABLE:  # the table stays in its file
                 total += -(-packed_bytes(module) // 64) * 64
         self.packed = HugePages(total)
 

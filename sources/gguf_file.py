@@ -18,7 +18,8 @@ import torch
 from checkpoint import make_config
 from cli import UserError, and_more, check_is_file, first_line, print_status
 from config import MAX_NUMBER, Config, DeltaNet, Experts, RopeScaling, ShortConv
-from formats import FORMATS, Quantization
+from formats import FORMATS, Quantization, Scheme, make_layer
+from layers import MatrixLayer
 from sources.families import GGUF_FAMILIES
 from sources.fields import Fields, yarn_attention_factor
 from sources.gguf_header import TensorInfo, read_header, split_files
@@ -40,7 +41,7 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
     rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers
     pooling_type attention.key_length_swa attention.value_length_swa rope.dimension_count_swa
-    final_logit_softcapping"""
+    final_logit_softcapping attention.shared_kv_layers embedding_length_per_layer_input"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -55,8 +56,6 @@ OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
 # Fields that change what the model computes -> the values that are supported.
 SUPPORTED_VALUES = {
-    "attention.shared_kv_layers": [0],
-    "embedding_length_per_layer_input": [0],
     "expert_gating_func": [1, 0],  # softmax, or none is named
     "expert_weights_scale": [1.0, 0.0],
     "expert_weights_norm": [True],
@@ -438,6 +437,23 @@ class GgufFile:
         if info.type in DENSE:
             return data.view(DENSE[info.type]).view(info.shape)
         return data.view(-1, info.row_bytes)
+
+    def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
+        """An Embedding or QuantizedEmbedding on the meta device, or if its quantization differs another one in its place,
+        filled with a tensor that stays in the mapped file. A type that is not in FORMATS is dequantized in memory."""
+        info = self.infos[name]
+        kind = info.type.lower()
+        if kind not in FORMATS and info.type not in DENSE:
+            layer.load_state_dict({"weight": self.read(name)}, assign=True)
+            return layer
+        data = torch.from_numpy(np.memmap(self.files[info.part].name, np.uint8, "c", info.start, info.nbytes))
+        if info.type in DENSE:
+            layer.load_state_dict({"weight": data.view(DENSE[info.type]).view(info.shape)}, assign=True)
+            return layer
+        with torch.device("meta"):
+            layer = make_layer(layer, Scheme(kind, FORMATS[kind].groupsizes[0]))
+        layer.load_state_dict({"blocks": data.view(-1, info.row_bytes)}, assign=True)
+        return layer
 
     def dequantize(self, info: TensorInfo, blocks: torch.Tensor) -> torch.Tensor:
         """A tensor of a type that is not kept, in float32."""

@@ -250,10 +250,7 @@ class Config:
             raise ValueError("per_layer_dim needs mlp 'geglu'")
         for layer in range(self.n_layer):
             if self.kv_layer(layer) < 0:
-                kind = "without a" if self.window(layer) is None else "with a"
-                raise ValueError(
-                    f"layer {layer} shares keys and values, but no earlier layer {kind} sliding window does not"
-                )
+                raise ValueError(f"layer {layer} has no earlier layer of its kind whose keys and values it could read")
         for name, layers in layers_with.items():
             if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
@@ -290,7 +287,8 @@ class Config:
         return self.n_head, K, E
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose KV cache one layer reads: itself, or an earlier one (shared_kv_layers). -1 if there is none."""
+        """The layer whose KV cache one layer reads: itself, or an earlier one (shared_kv_layers); -1 if there
+        is none."""
         first = self.n_layer - self.shared_kv_layers
         if layer < first or layer == self.n_layer:  # the MTP layer is number n_layer
             return layer

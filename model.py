@@ -199,7 +199,7 @@ class Transformer(nn.Module):
 
     @property
     def states(self) -> list[nn.Module]:
-        """What the model remembers of each row: a KVCache or a recurrent.Tail for each layer, once if layers share it."""
+        """What the model remembers of each row: a KVCache or a recurrent.Tail for each layer, or for several."""
         states = [*dict.fromkeys(block.mixer.state for block in self.all_blocks)]
         return states if self.mtp is None else [*states, self.mtp.hidden]
 
@@ -526,8 +526,8 @@ class Attention(TokenMixer):
         return self.out(y.flatten(2))
 
     def read(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor):
-        """Write the keys and values of tokens, unless an earlier layer has written them. Returns their queries (B,S,H,E), and the gate of the
-        output (B,S,H,E) or None."""
+        """Write the keys and values of tokens, unless an earlier layer has written them. Returns the
+        tokens' queries (B,S,H,E), and the gate of the output (B,S,H,E) or None."""
         B, S, _ = x.shape
         H, K, E = self.heads
         if self.shares_cache:

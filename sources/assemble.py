@@ -208,7 +208,8 @@ class AssembledWeights:
         return whole if part is None else part.cut(whole)
 
     def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
-        """A layer of this name on the meta device, or another one in its place, filled with a tensor in the mapped file."""
+        """A layer of this name on the meta device, or another one in its place, filled with a tensor that stays
+        in the mapped file."""
         [stored] = self.stacks[f"{name}.weight"]
         return self.file.map_layer(stored, layer)
 

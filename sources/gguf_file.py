@@ -217,6 +217,11 @@ class GgufFile:
         if sliding and full:
             full_kv_head = self.per_layer("attention.head_count_kv", n_head, layers=full)
         scaling, context = self.rope()
+        shared = self.hyper("attention.shared_kv_layers", 0)
+        first = self.n_layer - shared  # the first layer without keys and values of its own
+        shared_dim = None
+        if shared:
+            shared_dim = self.per_layer("feed_forward_length", layers=range(first, self.n_layer))
         experts = self.experts()
         width = [] if experts is None else [experts.hidden_dim]  # where no layer has an MLP
         config = make_config(
@@ -230,7 +235,10 @@ class GgufFile:
             full_kv_head=full_kv_head,
             full_keys_as_values=keys_as_values,
             dim=dim,
-            hidden_dim=self.per_layer("feed_forward_length", *width) or sum(width),
+            hidden_dim=self.per_layer("feed_forward_length", *width, layers=range(first)) or sum(width),
+            shared_kv_layers=shared,
+            shared_kv_hidden_dim=shared_dim,
+            per_layer_dim=self.nonzero("embedding_length_per_layer_input", None),
             vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
             # 1e-5 or 1e-6, stored as float32
@@ -439,8 +447,8 @@ class GgufFile:
         return data.view(-1, info.row_bytes)
 
     def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
-        """An Embedding or QuantizedEmbedding on the meta device, or if its quantization differs another one in its place,
-        filled with a tensor that stays in the mapped file. A type that is not in FORMATS is dequantized in memory."""
+        """An Embedding on the meta device, or a quantized one in its place, filled with a tensor that stays in the
+        mapped file. A type that is not in FORMATS is dequantized in memory."""
         info = self.infos[name]
         kind = info.type.lower()
         if kind not in FORMATS and info.type not in DENSE:

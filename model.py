@@ -298,7 +298,7 @@ class Transformer(nn.Module):
         # All blocks as one operation: FusedBlocks in cpu/install.py, fused_blocks in kernels_triton.py.
         backend = self.backend
         if backend.run_blocks is not None and x.shape[1] <= backend.max_fused_tokens:
-            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
+            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows, own)
         else:
             for i, block in enumerate(self.blocks):
                 x = block(x, ropes[block.rope_table], input_pos, rows, None if own is None else own[:, :, i])
@@ -508,6 +508,7 @@ class Attention(TokenMixer):
             "k_norm": getattr(self.k_norm, "weight", None),
             "v_norm": getattr(self.v_norm, "weight", None),
             "keys_as_values": self.keys_as_values,
+            "shares_cache": self.shares_cache,
         }
 
     def flops(self, context: int) -> int:

@@ -250,9 +250,7 @@ class Config:
             raise ValueError("per_layer_dim needs mlp 'geglu'")
         for layer in range(self.n_layer):
             if self.kv_layer(layer) < 0:
-                raise ValueError(
-                    f"shared_kv_layers {self.shared_kv_layers}: no earlier layer of the kind of layer {layer}"
-                )
+                raise ValueError(f"shared_kv_layers: layer {layer} has no earlier layer of its kind")
         for name, layers in layers_with.items():
             if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")

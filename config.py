@@ -248,7 +248,7 @@ class Config:
             raise ValueError("shared_kv_layers needs attention in all layers")
         if self.per_layer_dim is not None and self.mlp != "geglu":
             raise ValueError("per_layer_dim needs mlp 'geglu'")
-        for layer in range(self.n_layer):
+        for layer in range(self.n_layer - self.shared_kv_layers, self.n_layer):
             if self.kv_layer(layer) < 0:
                 raise ValueError(f"shared_kv_layers: layer {layer} has no earlier layer of its kind")
         for name, layers in layers_with.items():
@@ -293,12 +293,12 @@ class Config:
         if layer < first or layer == self.n_layer:  # the MTP layer is number n_layer
             return layer
         slides = self.window(layer) is not None
-        return max((i for i in range(first) if (self.window(i) is not None) == slides), default=-1)
+        return next((i for i in reversed(range(first)) if (self.window(i) is not None) == slides), -1)
 
     def mlp_width(self, layer: int) -> int:
         """F of one layer."""
-        is_shared = self.kv_layer(layer) != layer
-        return self.shared_kv_hidden_dim or self.hidden_dim if is_shared else self.hidden_dim
+        shares = self.kv_layer(layer) != layer
+        return self.shared_kv_hidden_dim if shares and self.shared_kv_hidden_dim else self.hidden_dim
 
     @property
     def recurrent(self) -> DeltaNet | ShortConv | None:

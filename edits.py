@@ -163,8 +163,8 @@ mixers.recurrent.outer 071d36748d1b 87cc9421ed6f
 mixers.recurrent.runs_of 6bd892d0feea 058b8489ffe8
 mixers.recurrent.unit_length 85847cba18d1 de3054f627dc
 model.Attention.forward 9bb586f1946e 5b1b7a949cff
-model.Attention.normalize dad468ce2876 cd0707f9c6e0
-model.Attention.read f8ac688229e1 97b108f21c36
+model.Attention.normalize 42b08007b352 bb590ca4e43f
+model.Attention.read df758ec9e183 97b108f21c36
 model.Block.add 2516a9dbc506 a0c8ed2d3606
 model.Block.forward a6048f39c31b cbfdee765691
 model.KVCache.write 764453571dce a345fabb79d1

@@ -292,16 +292,18 @@ class Transformer(nn.Module):
         embedded = self.block_inputs(tokens)  # (B,S,D)
         x = embedded
         ropes = self.positions.ropes(input_pos)
-
-        own = None if self.layer_inputs is None else self.layer_inputs(tokens, embedded)  # (B,S,layers,P)
+        own_inputs = None
+        if self.layer_inputs is not None:
+            own_inputs = self.layer_inputs(tokens, embedded)  # (B,S,layers,P)
 
         # All blocks as one operation: FusedBlocks in cpu/install.py, fused_blocks in kernels_triton.py.
         backend = self.backend
         if backend.run_blocks is not None and x.shape[1] <= backend.max_fused_tokens:
-            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows, own)
+            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows, own_inputs)
         else:
             for i, block in enumerate(self.blocks):
-                x = block(x, ropes[block.rope_table], input_pos, rows, None if own is None else own[:, :, i])
+                own = None if own_inputs is None else own_inputs[:, :, i]
+                x = block(x, ropes[block.rope_table], input_pos, rows, own)
         x = self.norm(x)
 
         if self.mtp is not None:
@@ -532,7 +534,7 @@ class Attention(TokenMixer):
         B, S, _ = x.shape
         H, K, E = self.heads
         if self.shares_cache:
-            K = 0
+            K = 0  # there are only queries
         qkv = self.qkv(x).view(B, S, -1, E)
         v = qkv[:, :, -K:]  # (B,S,K,E); the products for keys, if they are the values, too
         gate = None
@@ -559,12 +561,12 @@ class Attention(TokenMixer):
         """The norms of queries and keys (B,S,H+K,E): over each head, or over all heads together."""
         B, S = qk.shape[:2]
         H, K, E = self.heads
-        q, k = qk[:, :, :H], qk[:, :, H:]
+        q, k = qk.split([H, qk.shape[2] - H], dim=2)  # there may be no keys
         if self.config.qk_norm_whole:
             q = q.flatten(2)  # (B,S,H*E)
             k = k.flatten(2)  # (B,S,K*E)
         q = self.q_norm(q).view(B, S, H, E)
-        if self.k_norm is None:  # there are no keys
+        if self.k_norm is None:
             return q
         k = self.k_norm(k).view(B, S, K, E)
         return torch.cat([q, k], dim=2)  # (B,S,H+K,E)

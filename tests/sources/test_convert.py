@@ -30,6 +30,7 @@ from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write
 from programs import main
 from safetensors.torch import load_file, save, save_file
 from texts import strings
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 import convert_hf_checkpoint
@@ -90,6 +91,71 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     found = {name: value for name, value in fields.items() if name in sizes or value != getattr(Config, name)}
     assert json.loads(json.dumps(found)) == REAL[name]
     assert capsys.readouterr().err == ""
+
+
+def gemma4_config(directory, layers=3, **changes):
+    """The Config of Gemma 4 31B with these fields in its text_config; ... leaves a field out."""
+    fields = json.loads((CONFIGS / "transformers5__Gemma-4-31B.json").read_text())
+    kinds = fields["text_config"]["layer_types"][6 - layers : 6]
+    text = fields["text_config"] | {"num_hidden_layers": layers, "layer_types": kinds, "per_layer_config": ...}
+    text |= changes
+    fields["text_config"] = {name: value for name, value in text.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return hf_config(directory)
+
+
+PUBLISHED = {"global_head_dim": 48, "num_global_key_value_heads": 2}  # names in published files
+GEMMA4_HEADS = {
+    "published": (PUBLISHED, (48, 2)),
+    "the default": ({}, (512, 16)),
+    "null": ({"global_head_dim": None, "num_global_key_value_heads": None}, (512, 16)),
+    "no heads of their own without k = v": (PUBLISHED | {"attention_k_eq_v": False}, (48, 16)),
+    "saved": ({"per_layer_config": {"02": {"head_dim": 40, "num_key_value_heads": 8}}}, (40, 8)),
+    "saved, all alike": ({"per_layer_config": {}}, (256, 16)),
+}
+
+
+@pytest.mark.parametrize("fields, expected", GEMMA4_HEADS.values(), ids=GEMMA4_HEADS)
+def test_heads_of_gemma4(tmp_path, fields, expected):
+    config = gemma4_config(tmp_path, **fields)
+    text = transformers.AutoConfig.from_pretrained(tmp_path).text_config.per_layer_config
+    assert (text[2].head_dim, text[2].num_key_value_heads) == expected
+    assert [config.heads(i) for i in range(3)] == [(32, 16, 256), (32, 16, 256), (32, expected[1], expected[0])]
+
+
+def test_the_last_layer_of_gemma4_does_not_slide(tmp_path):
+    config = gemma4_config(tmp_path, layer_types=["sliding_attention"] * 3)
+    assert [config.window(i) for i in range(3)] == [1024, 1024, None]
+    assert transformers.AutoConfig.from_pretrained(tmp_path).text_config.layer_types[2] == "full_attention"
+
+
+@pytest.mark.parametrize("shared, double", [(3, True), (3, False), (0, True)])
+def test_layers_of_gemma4_that_share_keys_and_values(tmp_path, shared, double):
+    fields = {"num_kv_shared_layers": shared, "use_double_wide_mlp": double, "layer_types": ["sliding_attention"] * 6}
+    fields["layer_types"][1] = "full_attention"
+    config = gemma4_config(tmp_path, 6, **fields, hidden_size_per_layer_input=...)
+    text = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    stored = {kind: i for i, kind in enumerate(text.layer_types) if text.kv_sharing_modes[i] == "store"}
+    reused = [i for i, mode in enumerate(text.kv_sharing_modes) if mode == "reuse"]
+    assert len(reused) == shared and [config.kv_layer(i) for i in reused] == [
+        stored[text.layer_types[i]] for i in reused
+    ]
+    widths = [text.intermediate_size * (2 if double and i in reused else 1) for i in range(6)]
+    assert [config.mlp_width(i) for i in range(6)] == widths and config.per_layer_dim == 256
+
+
+@pytest.mark.parametrize("fields, why", [
+    ({"hidden_size_per_layer_input": ..., "vocab_size_per_layer_input": 5}, "_input = 5 is not the vocab_size 262144"),
+    ({"num_kv_shared_layers": 1}, "shared_kv_layers: layer 2 has no earlier layer of its kind"),
+    ({"enable_moe_block": True}, "enable_moe_block = true is not supported"),
+    ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all" is not supported'),
+    ({"per_layer_config": {"0": {"head_dim": 40}}}, "per_layer_config = .* must change the heads of all layers"),
+    ({"per_layer_config": {"2": {"sliding_window": 4}}}, "per_layer_config = .* must change the heads of all layers"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "proportional"}}}, "wrong type or size"),
+])  # fmt: skip
+def test_fields_of_gemma4_that_are_refused(tmp_path, fields, why):
+    with pytest.raises(UserError, match=why):
+        gemma4_config(tmp_path, **fields)
 
 
 # The fields of LFM2's files, besides those that transformers 5 writes. Some of them have two names.
@@ -646,6 +712,41 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
         assert ours.encode(text) == [1, *library.encode(text)], repr(text)
         assert ours.decode(ours.encode(text)) == library.decode(library.encode(text))
     assert 1 in ours.encode("a<s>b")[1:]
+
+
+def character_level() -> Library:
+    """A small BPE on characters with bytes for unknown ones, as in Gemma's tokenizer.json."""
+    library = Library(models.BPE())
+    library.normalizer = normalizers.Replace(" ", "\u2581")
+    library.pre_tokenizer = pre_tokenizers.Split(Regex("\n+|\u2581*[^\n\u2581]*"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", '<|"|>']
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, limit_alphabet=90, show_progress=False)
+    library.train_from_iterator(strings(n=150), trainer)
+    description = json.loads(library.to_str())
+    vocabulary = description["model"]["vocab"]
+    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+    description["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+    description["added_tokens"][-1]["special"] = False
+    library = Library.from_str(json.dumps(description))
+    library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return library
+
+
+def test_gguf_tokenizer_on_characters(tmp_path, tiny):
+    library = character_level()
+    fields = bpe_fields(library, None, model="gemma4", bos_token_id=2, add_bos_token=False)
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = {'<|"|>': 4} | {token: 6 for token in tokens if token.startswith("<0x")}
+    fields["tokenizer.ggml.token_type"] = [kinds.get(token, 3 if i < 5 else 1) for i, token in enumerate(tokens)]
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
+    ours = Tokenizer(convert(open_gguf(tmp_path / "x.gguf"), tmp_path / "out", torch.float32))
+    for text in [*strings(["<turn|>", '<|"|>']), "a\n\n\nb", "\u2581 <0x41>"]:
+        expected = library.encode(text).ids
+        assert ours.encode(text) == [2, *expected], repr(text)
+        assert ours.decode(expected) == library.decode(expected), repr(text)
+    assert ours.eos_ids == (1, 4)
+    assert any(tokens[i] in kinds for i in ours.encode("\U0001f600"))
 
 
 @pytest.mark.parametrize("changes", [

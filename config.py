@@ -246,8 +246,6 @@ class Config:
                 raise ValueError("experts need mlp 'swiglu' without mlp_bias")
         if self.shared_kv_layers and self.recurrent is not None:
             raise ValueError("shared_kv_layers needs attention in all layers")
-        if self.per_layer_dim is not None and self.mlp != "geglu":
-            raise ValueError("per_layer_dim needs mlp 'geglu'")
         for layer in range(self.n_layer - self.shared_kv_layers, self.n_layer):
             if self.kv_layer(layer) < 0:
                 raise ValueError(f"shared_kv_layers: layer {layer} has no earlier layer of its kind")

@@ -106,7 +106,7 @@ def expert_destinations(target: str, config: Config, layout: Layout, found: dict
 def unread_keys(config: Config, layout: Layout) -> tuple[str, ...]:
     """How the names of keys and values begin that layers do not use, because they read the KV cache of another layer
     (Config.shared_kv_layers). Published files have them."""
-    names = [*layout.names["attention.qkv"][1:], *layout.names["attention.k_norm"]]
+    names = layout.names["attention.qkv"][1:] + layout.names.get("attention.k_norm", [])
     layers = [i for i in range(config.n_layer) if config.kv_layer(i) != i]
     return tuple(f"{layout.layer}{i}.{name}." for i in layers for name in names)
 
@@ -210,7 +210,7 @@ class AssembledWeights:
     def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
         """A layer of this name on the meta device, or another one in its place, filled with a tensor that stays
         in the mapped file."""
-        [stored] = self.stacks[f"{name}.weight"]
+        stored = self.stacks[f"{name}.weight"][0]
         return self.file.map_layer(stored, layer)
 
     def stack_of(self, name: str) -> list[str]:

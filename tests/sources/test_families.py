@@ -143,7 +143,7 @@ def gemma4_small(rng: random.Random, seed: int, sizes: dict, E: int, wide: bool)
     shared = 0 if seed % 5 == 3 else rng.randint(1, 4)
     kinds = rng.choices(both, k=rng.randint(0, 2)) + rng.sample(both, 2) + rng.choices(both, k=shared)
     sizes |= {"num_hidden_layers": len(kinds), "num_kv_shared_layers": shared, "use_double_wide_mlp": seed % 2 == 0}
-    if seed % 5 == 4:
+    if seed % 5 == 1:
         return gemma4(rng, 2 * seed + 1, sizes, E, kinds, wide)
     sizes |= {"hidden_size_per_layer_input": 32 if wide else 2 * rng.randint(3, 17)}
     sizes |= {"vocab_size_per_layer_input": VOCABULARY}

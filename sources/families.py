@@ -417,7 +417,7 @@ def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -
     by_layer = {int(layer): usual | values for layer, values in by_layer.items()}
     full = by_layer.get(layers[-1], usual)
     others = {i for i, values in by_layer.items() if values != usual} - {*layers}
-    if others or any(by_layer.get(i, usual) != full for i in layers):
+    if others or full.keys() != usual.keys() or any(by_layer.get(i, usual) != full for i in layers):
         fields.refuse("per_layer_config", "must change the heads of all layers with full attention, and all alike")
     return full
 

@@ -350,7 +350,7 @@ def test_gptq_changes_outputs_less_than_rounding_does(N, C, groupsize):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, groupsize", [("bloom-8", 32), ("gemma4-e2b", 0)])
+@pytest.mark.parametrize("name, groupsize", [("bloom-8", 32), ("gemma4-unified", 32), ("gemma4-e2b", 0)])
 def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name, groupsize):
     """Calibrated on text that the model writes. The checkpoint is read like any int4 checkpoint, and on other text its
     outputs are nearer to the model's than those of rounding."""

@@ -47,7 +47,7 @@ class Backend:
     """
 
     name: str = "torch"  # which kernels run
-    # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows) -> x
+    # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows, own_inputs) -> x
     run_blocks: Callable | None = None
     # The same for the block of the MTP layer
     run_draft: Callable | None = None

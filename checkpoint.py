@@ -32,7 +32,7 @@ from backend import Installer
 from cli import UserError, and_more, check_is_file, print_status, progress_bar, read_json
 from config import PARTS, Config, RopeScaling
 from formats import Quantization, Repacking, swap
-from layers import LayerNorm, RMSNorm
+from layers import LAYER_TABLE, LayerNorm, MappedTable, MatrixLayer, RMSNorm
 from model import WHOLE_MODEL, Transformer
 from sampling import RECOMMENDED
 from text.tokenizer import TEMPLATE, TOOL_TEMPLATE, Tokenizer, TokenizerFiles, read_tokenizer_files
@@ -167,7 +167,8 @@ def read_weights(
     """Fill a model that `Checkpoint.empty_model` has made, layer by layer. Returns the model.
 
     Weights that are not quantized get `dtype`, in which the model then computes. Besides the model,
-    at most one layer is in memory. installer: packs each layer for the kernels of the device.
+    at most one layer is in memory. On CPUs, the table of model.LayerInputs stays in the file.
+    installer: packs each layer for the kernels of the device.
     repacking: replaces layers whose formats have no kernels. whole: the whole model on the meta
     device, if `model` is a rank's part. weights: what checkpoint.open_weights(whole) has returned.
     UserError if a weight is NaN or infinity.
@@ -177,6 +178,9 @@ def read_weights(
         whole = model if model.shard.ranks == 1 else checkpoint.empty_model()
     if weights is None:
         weights = checkpoint.open_weights(whole)
+    if torch.device(device).type == "cpu":
+        for one in {whole, model}:
+            map_table(one, weights)
     dtypes = tensor_dtypes(whole, dtype)
     parts = dict.fromkeys(dtypes)
     if model.shard.ranks > 1:
@@ -206,6 +210,15 @@ def read_weights(
                 repacking.replace(model, layer)
             installer.pack(layer)
     return model.eval()
+
+
+def map_table(model: Transformer, weights):
+    """Replace the table of model.LayerInputs by a layers.MappedTable. weights: as in `read_weights`. NaN in
+    the table is found only when a token's logits are NaN, too."""
+    if model.layer_inputs is None or isinstance(model.layer_inputs.table, MappedTable):
+        return
+    table = weights.map_layer(LAYER_TABLE, model.layer_inputs.table)
+    model.layer_inputs.table = MappedTable(table)
 
 
 def check_finite(tensor: torch.Tensor, name: str):
@@ -270,6 +283,14 @@ class DirectoryWeights:
     def read(self, name: str, part=None) -> torch.Tensor:
         """The tensor with this name, or one rank's part of it (a tp.Slice), in the mapped file's memory."""
         return self.reader.read(self.files[name], name, part)
+
+    def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
+        """Fill a layer of this name, which is on the meta device, with tensors in the mapped files. Returns it."""
+        names = [f"{name}.{kind}" for kind in layer.state_dict()]
+        # Each has a mapping of its own, of which nothing else is read.
+        state = {one.rpartition(".")[2]: SafetensorsReader().read(self.files[one], one) for one in names}
+        layer.load_state_dict(state, assign=True)
+        return layer
 
 
 def is_ours(directory: Path) -> bool:

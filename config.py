@@ -193,6 +193,11 @@ class Config:
     full_kv_head: int | None = None  # their K
     # Their values are the products of which the norm and RoPE make keys: they have no matrix of values
     full_keys_as_values: bool = False
+    # Gemma 4 E2B and E4B: this many of the last layers have queries only. They read the KV cache of the last layer
+    # before them that has the same kind of window
+    shared_kv_layers: int = 0
+    shared_kv_hidden_dim: int | None = None  # the F of these layers, if it differs
+    per_layer_dim: int | None = None  # Gemma 4 E2B and E4B: the width of an input that each layer has of its own
     layers_without_rope: tuple[int, ...] = ()  # SmolLM3: their queries and keys are not rotated
     rotary_dim: int | None = None  # Phi-4-mini: how many dimensions of a head are rotated; None means all
     query_scale_beta: float | None = None  # Ministral 3: queries grow with their position (positions.py)
@@ -239,6 +244,11 @@ class Config:
             layers_with["Experts layers"] = self.experts.layers
             if self.mlp != "swiglu" or self.mlp_bias:
                 raise ValueError("experts need mlp 'swiglu' without mlp_bias")
+        if self.shared_kv_layers and self.recurrent is not None:
+            raise ValueError("shared_kv_layers needs attention in all layers")
+        for layer in range(self.n_layer - self.shared_kv_layers, self.n_layer):
+            if self.kv_layer(layer) < 0:
+                raise ValueError(f"shared_kv_layers: layer {layer} has no earlier layer of its kind")
         for name, layers in layers_with.items():
             if not set(layers or ()) <= set(range(self.n_layer)):
                 raise ValueError(f"{name} {layers!r} are not all layers of 0 to {self.n_layer - 1}")
@@ -273,6 +283,20 @@ class Config:
             K = self.full_kv_head or K
             E = self.full_head_dim or E
         return self.n_head, K, E
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose KV cache one layer reads: itself, or an earlier one (shared_kv_layers); -1 if there
+        is none."""
+        first = self.n_layer - self.shared_kv_layers
+        if layer < first or layer == self.n_layer:  # the MTP layer is number n_layer
+            return layer
+        slides = self.window(layer) is not None
+        return next((i for i in reversed(range(first)) if (self.window(i) is not None) == slides), -1)
+
+    def mlp_width(self, layer: int) -> int:
+        """F of one layer."""
+        shares = self.kv_layer(layer) != layer
+        return self.shared_kv_hidden_dim if shares and self.shared_kv_hidden_dim else self.hidden_dim
 
     @property
     def recurrent(self) -> DeltaNet | ShortConv | None:

@@ -18,7 +18,7 @@ from checkpoint import empty_model, tensor_dtypes
 from cli import UserError
 from config import Config
 from formats import QuantizedLinear
-from layers import MatrixLayer
+from layers import LAYER_TABLE, MappedTable, MatrixLayer
 from model import Transformer
 
 
@@ -59,17 +59,30 @@ def reads_of(layers: Iterable[nn.Module], sparse: Sequence[nn.Module]) -> Weight
 def weight_reads(model: Transformer) -> WeightReads:
     """What a decode step reads.
 
-    It reads all weights once, except for the experts that no token has chosen, and an embedding
-    table that is not tied to the output head: of this table, it reads one vector per row. The MTP
-    layer does not count.
+    It reads all weights once, except for the experts that no token has chosen, an embedding table that
+    is not tied to the output head, and the table of model.LayerInputs: of these tables, it reads one
+    vector per row. The MTP layer does not count.
     """
     layers = dict(model.named_children())
     layers.pop("mtp", None)
-    table = 0
+    row = layer_table_bytes(model) / model.config.vocab_size
     if model.output is not None:
         table = sum(tensor.nbytes for tensor in layers.pop("embedding").state_dict().values())
+        row += table / model.config.vocab_size
+    if layers.pop("layer_inputs", None) is not None:
+        layers |= {"proj": model.layer_inputs.proj, "norm": model.layer_inputs.norm}
     reads = reads_of(layers.values(), [layer for block in model.blocks for layer in block.mlp.sparse])
-    return reads._replace(row=table / model.config.vocab_size)
+    return reads._replace(row=row)
+
+
+def layer_table_bytes(model: Transformer) -> int:
+    """The bytes of the table of model.LayerInputs, of which a token reads one row. 0 if there is none. On CPUs they are
+    in a mapped file, not in the memory of the process."""
+    if model.layer_inputs is None:
+        return 0
+    table = model.layer_inputs.table
+    layer = table.layer if isinstance(table, MappedTable) else table
+    return sum(tensor.nbytes for tensor in layer.state_dict().values())
 
 
 def weight_bytes(model: Transformer, rows: float) -> float:
@@ -107,11 +120,12 @@ def roofline(config: Config, bandwidth: float, dtype=torch.bfloat16, context=0, 
 
 def multiplied_weights(model: Transformer) -> int:
     """How many weights a token is multiplied with."""
-    layers = [module for module in model.modules() if isinstance(module, MatrixLayer)]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MatrixLayer)}
+    layers.pop(LAYER_TABLE, None)  # its rows are looked up, and it is not multiplied
     if model.output is not None:
-        layers.remove(model.embedding)  # its rows are looked up, and it is not multiplied
+        layers.pop("embedding")  # the same
     total = 0
-    for layer in layers:
+    for layer in layers.values():
         active = model.config.experts.n_active if layer.n_expert > 1 else 1
         total += layer.in_features * layer.out_features // layer.n_expert * active
     return total
@@ -120,17 +134,21 @@ def multiplied_weights(model: Transformer) -> int:
 # ---------------------------------------------------------------- memory
 
 
-def total_weight_bytes(model: Transformer, dtype: torch.dtype, unpacked: bool = False) -> int:
+def total_weight_bytes(
+    model: Transformer, dtype: torch.dtype, unpacked: bool = False, device: torch.device | None = None
+) -> int:
     """The bytes of all weights of a model on the meta device, if weights that are not quantized get
-    `dtype`. unpacked: quantized weights are unpacked to it."""
+    `dtype`. unpacked: quantized weights are unpacked to it. device: only the bytes in the memory of this device."""
     dtypes = tensor_dtypes(model, dtype)
-    total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in model.state_dict().items())
+    is_mapped = device is not None and device.type == "cpu"
+    state = {name: one for name, one in model.state_dict().items() if not (is_mapped and name.startswith(LAYER_TABLE))}
+    total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in state.items())
     return total + unpacking_bytes(model, dtype) if unpacked else total
 
 
 def unpacking_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """How many more bytes the quantized weights take when they are unpacked to `dtype`."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    layers = [one for name, one in model.named_modules() if isinstance(one, QuantizedLinear) and name != LAYER_TABLE]
     dense = sum(layer.in_features * layer.out_features * dtype.itemsize for layer in layers)
     return dense - sum(tensor.nbytes for layer in layers for tensor in layer.parts().values())
 

@@ -84,6 +84,7 @@ STANDS_FOR = {
     "write_draft_keys": ("mixers.mtp.MTPLayer.read", "mixers.mtp.MTPLayer.join", *KEYS, *NORMS, *STATES),
     "blocks": (
         "model.Block.forward",
+        "model.LayerInput.forward",
         "model.Block.add",
         "model.Attention.forward",
         "model.MLP.forward",
@@ -162,11 +163,12 @@ mixers.recurrent.outer 071d36748d1b 87cc9421ed6f
 mixers.recurrent.runs_of 6bd892d0feea 058b8489ffe8
 mixers.recurrent.unit_length 85847cba18d1 de3054f627dc
 model.Attention.forward 9bb586f1946e 5b1b7a949cff
-model.Attention.normalize 345e82d40191 29a01b66065f
-model.Attention.read e4ad949f4c58 c99cf5d1a6b2
+model.Attention.normalize 42b08007b352 bb590ca4e43f
+model.Attention.read df758ec9e183 97b108f21c36
 model.Block.add 2516a9dbc506 a0c8ed2d3606
-model.Block.forward 2cce3d531dea 6d6b2311bf95
+model.Block.forward a6048f39c31b cbfdee765691
 model.KVCache.write 764453571dce a345fabb79d1
+model.LayerInput.forward d1f5d00445a4 1a6b959e083f
 model.MLP.forward a13152ae1272 46643114810e
 model.Transformer.head cb82a187cb3a 9af876eeb56f
 model.Transformer.linear_head fb45056d6c78 bba659d2ec66

@@ -388,7 +388,7 @@ class Quantization:
 
     mode: the format of the matrices in the blocks, or "int4-gptq": int4, made with GPTQ.
     groupsize: as in Scheme.
-    head: the format of the embedding and the output head.
+    head: the format of the embedding, the output head, and the table and projection of model.LayerInputs.
     exceptions: module name -> format, for all modules that have another one. If q, k and v, or gate
     and up, have different formats, the exception for the module that holds them names them all
     ("q4_k+q4_k+q6_k").
@@ -445,7 +445,8 @@ class Quantization:
 
     def usual(self, name: str) -> str:
         """The format of the module with this name, unless it is one of the exceptions."""
-        return self.head if name in ("embedding", "output") else self.format
+        in_blocks = not name.startswith(("embedding", "output", "layer_inputs."))
+        return self.format if in_blocks else self.head
 
     def scheme(self, name: str) -> Scheme | list[Scheme | None] | None:
         """How the module with this name is stored; None if it is not quantized, a list if its

@@ -391,7 +391,8 @@ define(
     "int qkv, int? out=None, int? up=None, int? down=None, int? experts=None, "
     "int H=0, int K=0, int E=0, int gates=0, float scale=1.0, int? window=None, int rope_table=0, "
     "bool qk_norm_whole=False, Tensor? q_norm=None, Tensor? k_norm=None, Tensor? v_norm=None, "
-    "bool keys_as_values=False, "
+    "bool keys_as_values=False, bool shares_cache=False, "
+    "int? own_gate=None, int? own_proj=None, Tensor? own_norm=None, "
     "Tensor? conv_weight=None, Tensor? conv_bias=None, "
     "int n=0, int m=0, int dk=0, int dv=0, Tensor? decay_weight=None, Tensor? decay_bias=None, "
     "Tensor? delta_norm=None) -> int"
@@ -402,7 +403,7 @@ define(
     "blocks(Tensor x, Tensor input_pos, Tensor? rows, Tensor[] cos, Tensor[] sin, Tensor? slopes, "
     "Tensor? query_scales, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor(c!)[] bases, Tensor(d!)[] tails, "
     "Tensor(e!)[] matrices, Tensor(f!)[] keys, Tensor(g!)[] deltas, Tensor(h!)[] decays, "
-    "Tensor(i!)[] expert_counts, int[] handles) -> Tensor",
+    "Tensor(i!)[] expert_counts, Tensor? own_inputs, int[] handles) -> Tensor",
     empty_like_first,
 )
 define(

@@ -1868,7 +1868,7 @@ def can_fuse(config: Config) -> bool:
     return uses_only(config, (*FUSED_FIELDS, "experts"))
 
 
-def fused_blocks(blocks: nn.ModuleList, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None) -> Tensor:
+def fused_blocks(blocks, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None, own_inputs: None = None) -> Tensor:
     """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches: Backend.run_blocks."""
     for block in blocks:
         x = fused_block(block, x, ropes[block.rope_table], input_pos, rows)

@@ -26,6 +26,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
+LAYER_TABLE = "layer_inputs.table"  # the name of the table of model.LayerInputs
 VOCABULARY = "vocab_size"  # the name of Units that are padded with zeros, so that all ranks have equally many
 
 
@@ -124,6 +125,23 @@ class Embedding(Linear):
 
     def forward(self, tokens: Tensor):
         return F.embedding(tokens, self.weight)
+
+
+class MappedTable(nn.Module):
+    """An embedding table that stays in its mapped file: a pass reads the vectors of its tokens there. It is not in
+    the model's state_dict, because whoever reads that reads all of it."""
+
+    def __init__(self, layer: MatrixLayer):
+        """layer: an Embedding or a formats.QuantizedEmbedding, whose tensors are parts of a mapped file."""
+        super().__init__()
+        self.layers = (layer,)  # in a tuple, nn.Module does not see it
+
+    @property
+    def layer(self) -> MatrixLayer:
+        return self.layers[0]
+
+    def forward(self, tokens: Tensor):
+        return self.layer(tokens)
 
 
 class ExpertStack(Linear):

@@ -190,7 +190,7 @@ def plan_model(
 
 def check_fits(whole: Transformer, options: ModelOptions, device: torch.device, caches: int, portion: float = 1.0):
     """UserError if a model and its caches do not fit on a device. portion: the part of them that is there."""
-    weights = total_weight_bytes(whole, options.dtype, options.dequantize)
+    weights = total_weight_bytes(whole, options.dtype, options.dequantize, device)
     if str(device) == "cpu" and not (options.all_logits or options.dequantize):
         weights += shadow_bytes(whole)
     check_memory(weights * portion, caches * portion, device)

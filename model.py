@@ -102,10 +102,13 @@ class Transformer(nn.Module):
 
         self.embedding = Embedding(own.vocab_size, own.dim)
         self.embedding_norm = make_norm(own) if own.embedding_norm else None
+        self.layer_inputs = None if config.per_layer_dim is None else LayerInputs(config)
         ropes = own.different_ropes()
         self.blocks = nn.ModuleList()
         for layer in range(own.n_layer):
             self.blocks.append(Block(own, layer, ropes.index(own.rope(layer)), shard))
+            if own.kv_layer(layer) != layer:
+                self.blocks[layer].mixer.cache = self.blocks[own.kv_layer(layer)].mixer.cache
         self.norm = make_norm(own)
         self.mtp = None  # the MTP layer: an mtp.MTPLayer
         if own.mtp:
@@ -196,8 +199,8 @@ class Transformer(nn.Module):
 
     @property
     def states(self) -> list[nn.Module]:
-        """What the model remembers of each row: a KVCache or a recurrent.Tail for each layer."""
-        states = [block.mixer.state for block in self.all_blocks]
+        """What the model remembers of each row: a KVCache or a recurrent.Tail for each layer, or for several."""
+        states = [*dict.fromkeys(block.mixer.state for block in self.all_blocks)]
         return states if self.mtp is None else [*states, self.mtp.hidden]
 
     @property
@@ -289,14 +292,18 @@ class Transformer(nn.Module):
         embedded = self.block_inputs(tokens)  # (B,S,D)
         x = embedded
         ropes = self.positions.ropes(input_pos)
+        own_inputs = None
+        if self.layer_inputs is not None:
+            own_inputs = self.layer_inputs(tokens, embedded)  # (B,S,layers,P)
 
         # All blocks as one operation: FusedBlocks in cpu/install.py, fused_blocks in kernels_triton.py.
         backend = self.backend
         if backend.run_blocks is not None and x.shape[1] <= backend.max_fused_tokens:
-            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows)
+            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows, own_inputs)
         else:
-            for block in self.blocks:
-                x = block(x, ropes[block.rope_table], input_pos, rows)
+            for i, block in enumerate(self.blocks):
+                own = None if own_inputs is None else own_inputs[:, :, i]
+                x = block(x, ropes[block.rope_table], input_pos, rows, own)
         x = self.norm(x)
 
         if self.mtp is not None:
@@ -370,6 +377,7 @@ class Block(nn.Module):
         self.mlp_name = mlp.name
         self._modules[mlp.name] = mlp
         self.mlp_post_norm = make_norm(config) if norm_after else None
+        self.layer_input = None if config.per_layer_dim is None else LayerInput(config)
         self.scale = Scale() if config.layer_scale else None
 
     # The tensors of checkpoints are named after the kinds of layers, so the two modules are, too:
@@ -388,7 +396,15 @@ class Block(nn.Module):
         """The linear layers in the order in which fused kernels take them."""
         return [*self.mixer.linears, *self.mlp.linears]
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        input_pos: Tensor,
+        rows: Tensor,
+        own_input: Tensor | None = None,
+    ) -> Tensor:
+        """own_input (B,S,P): what LayerInputs gives this block."""
         h = x if self.attention_norm is None else self.attention_norm(x)
         y = self.mixer(h, input_pos, rows, rope)
         x = self.add(x, h, y, self.attention_post_norm)
@@ -396,6 +412,8 @@ class Block(nn.Module):
         h = x if self.mlp_norm is None else self.mlp_norm(x)
         y = self.mlp(h, input_pos)
         x = self.add(x, h, y, self.mlp_post_norm)
+        if self.layer_input is not None:
+            x = self.layer_input(x, own_input)
         return x if self.scale is None else x * self.scale.weight
 
     def add(self, x: Tensor, h: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
@@ -421,7 +439,7 @@ def make_mixer(config: Config, layer: int, shard) -> TokenMixer:
 def make_mlp(config: Config, layer: int) -> FeedForward:
     """The MLP of a layer, or its experts."""
     if not config.is_sparse(layer):
-        return MLP(config, config.hidden_dim)
+        return MLP(config, config.mlp_width(layer))
     from mixers.experts import SparseMLP
 
     shared_dim = config.experts.shared_dim
@@ -429,7 +447,7 @@ def make_mlp(config: Config, layer: int) -> FeedForward:
 
 
 class Attention(TokenMixer):
-    """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache."""
+    """Grouped-query attention, with RoPE or ALiBi, over the layer's own KV cache, or over that of an earlier layer."""
 
     name = "attention"
 
@@ -439,18 +457,21 @@ class Attention(TokenMixer):
         self.window = config.window(layer)
         self.heads = config.heads(layer)
         H, K, E = self.heads
-        self.cache = KVCache(K, E)
+        self.cache = KVCache(K, E)  # Transformer replaces it where layers share one
+        self.shares_cache = config.kv_layer(layer) != layer
         self.scale = config.attention_scale or E**-0.5
 
-        # Weight rows: q, then its gate (of the same shape), if there is one, then k, then v, if there is a matrix of
-        # values.
+        # Weight rows: q, then its gate (of the same shape), if there is one, then k, then v, if the layer has these
+        # matrices.
         self.gate_heads = H if config.attention_gate else 0
         self.keys_as_values = config.full_keys_as_values and self.window is None
         queries = Units("n_head", H, E)
         keys = Units("n_head", H, E, shared_by=H // K)
-        rows = [[queries, queries] if self.gate_heads else [queries], [keys]]
-        if not self.keys_as_values:
-            rows.append([keys])
+        rows = [[queries, queries] if self.gate_heads else [queries], [keys], [keys]]
+        if self.shares_cache:
+            del rows[1:]
+        elif self.keys_as_values:
+            del rows[2]
         self.qkv = Linear(config.dim, sum(units.size for piece in rows for units in piece), config.qkv_bias, rows)
         self.out = Linear(H * E, config.dim, config.out_bias, columns=[queries])
 
@@ -463,6 +484,9 @@ class Attention(TokenMixer):
             self.q_norm = RMSNorm(E, config.norm_eps)
             self.k_norm = RMSNorm(E, config.norm_eps)
         self.v_norm = RMSNorm(E, config.norm_eps) if config.value_norm else None
+        if self.shares_cache:
+            self.k_norm = None
+            self.v_norm = None
 
     @property
     def state(self) -> "KVCache":
@@ -486,6 +510,7 @@ class Attention(TokenMixer):
             "k_norm": getattr(self.k_norm, "weight", None),
             "v_norm": getattr(self.v_norm, "weight", None),
             "keys_as_values": self.keys_as_values,
+            "shares_cache": self.shares_cache,
         }
 
     def flops(self, context: int) -> int:
@@ -504,10 +529,12 @@ class Attention(TokenMixer):
         return self.out(y.flatten(2))
 
     def read(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, input_pos: Tensor, rows: Tensor):
-        """Write the keys and values of tokens. Returns their queries (B,S,H,E), and the gate of the
-        output (B,S,H,E) or None."""
+        """Write the keys and values of tokens, unless an earlier layer has written them. Returns the
+        tokens' queries (B,S,H,E), and the gate of the output (B,S,H,E) or None."""
         B, S, _ = x.shape
         H, K, E = self.heads
+        if self.shares_cache:
+            K = 0  # there are only queries
         qkv = self.qkv(x).view(B, S, -1, E)
         v = qkv[:, :, -K:]  # (B,S,K,E); the products for keys, if they are the values, too
         gate = None
@@ -526,18 +553,21 @@ class Attention(TokenMixer):
         if self.positions.query_scales is not None:
             q = (q.float() * self.positions.query_scales[input_pos]).to(q.dtype)
 
-        self.cache.write(k, v, input_pos, rows)
+        if not self.shares_cache:
+            self.cache.write(k, v, input_pos, rows)
         return q, gate
 
     def normalize(self, qk: Tensor) -> Tensor:
         """The norms of queries and keys (B,S,H+K,E): over each head, or over all heads together."""
         B, S = qk.shape[:2]
         H, K, E = self.heads
-        q, k = qk.split([H, K], dim=2)
+        q, k = qk.split([H, qk.shape[2] - H], dim=2)  # there may be no keys
         if self.config.qk_norm_whole:
             q = q.flatten(2)  # (B,S,H*E)
             k = k.flatten(2)  # (B,S,K*E)
         q = self.q_norm(q).view(B, S, H, E)
+        if self.k_norm is None:
+            return q
         k = self.k_norm(k).view(B, S, K, E)
         return torch.cat([q, k], dim=2)  # (B,S,H+K,E)
 
@@ -625,6 +655,47 @@ class MLP(FeedForward):
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each
         gate = F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)
+
+
+class LayerInputs(nn.Module):
+    """An input of width P for each layer and token, from a projection of the token's embedding (D,) and a table:
+
+        (norm(proj(embedding) / sqrt(D)) + sqrt(P) table[token]) / sqrt(2)
+
+    The table has L P numbers for each token, together more than all blocks. On CPUs it stays in the mapped file
+    (layers.MappedTable).
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.P = config.per_layer_dim
+        width = config.n_layer * self.P
+        self.table = Embedding(config.vocab_size, width)
+        self.table.rows = ()  # every rank has all of it
+        self.proj = Linear(config.dim, width, bias=False)
+        self.norm = RMSNorm(self.P, config.norm_eps)
+
+    def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:  # (B,S), (B,S,D) to (B,S,L,P)
+        x = self.proj(embedded) * embedded.shape[-1] ** -0.5
+        x = self.norm(x.unflatten(-1, (-1, self.P)))
+        # The authors round the root and each step to the dtype.
+        vectors = self.table(tokens).to(x.dtype) * torch.tensor(self.P**0.5, dtype=x.dtype)
+        return (x + vectors.unflatten(-1, (-1, self.P))) * 2**-0.5
+
+
+class LayerInput(nn.Module):
+    """Adds a block's own input (LayerInputs) to its result: x + norm(proj(gelu(gate(x)) * input)). If the model is
+    split, every rank computes it."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate = Linear(config.dim, config.per_layer_dim, bias=False)
+        self.proj = Linear(config.per_layer_dim, config.dim, bias=False)
+        self.norm = make_norm(config)
+
+    def forward(self, x: Tensor, own_input: Tensor) -> Tensor:
+        gate = F.gelu(self.gate(x), approximate="tanh")
+        return x + self.norm(self.proj(gate * own_input))
 
 
 # ---------------------------------------------------------------- inputs

@@ -105,11 +105,14 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int) -> dict
     unreached = []
     tokens = torch.tensor(sequences)  # (n,S)
     input_pos = torch.arange(tokens.shape[1])[None]
-    model.setup_caches(1, tokens.shape[1])
+    model.setup_caches(len(sequences), tokens.shape[1])
     x = model.block_inputs(tokens)  # (n,S,D)
+    own = [None] * len(model.blocks)
+    if model.layer_inputs is not None:
+        own = model.layer_inputs(tokens, x).unbind(2)
     ropes = model.positions.ropes(input_pos)
     for i, block in enumerate(model.blocks):
-        run = partial(run_block, block, x, ropes[block.rope_table], input_pos)
+        run = partial(run_block, block, x, ropes[block.rope_table], input_pos, own[i])
         hessians, expert_inputs = collect_inputs(block, run)
         for name, hessian in hessians.items():
             weight = block.get_submodule(name).weight
@@ -193,11 +196,14 @@ def pack_expert(stack: ExpertStack, e: int, x: Tensor, groupsize: int) -> dict[s
     return replace_weight(weight, pack_gptq(weight, hessian, groupsize), groupsize)
 
 
-def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor) -> Tensor:
-    """Run a block on n sequences one after the other, because the cache has one row. Returns its
-    outputs (n,S,D)."""
-    rows = torch.zeros(1, dtype=torch.int64)
-    return torch.cat([block(states[None], rope, input_pos, rows) for states in x])
+def run_block(block: nn.Module, x: Tensor, rope, input_pos: Tensor, own: Tensor | None) -> Tensor:
+    """Run a block on n sequences one after the other, which needs less memory. Returns its outputs
+    (n,S,D). own (n,S,P): as in Block.forward."""
+    outputs = []
+    for i, states in enumerate(x):
+        own_input = None if own is None else own[i, None]
+        outputs.append(block(states[None], rope, input_pos, torch.tensor([i]), own_input))
+    return torch.cat(outputs)
 
 
 def release_memory():
@@ -315,7 +321,7 @@ def run_gptq(source: Checkpoint, groupsize: int, calibration_file: Path | None) 
     module name."""
     model = source.empty_model()
     caches = model.cache_bytes(SEQUENCES, SEQUENCE_LENGTH, torch.bfloat16)
-    check_memory(total_weight_bytes(model, torch.bfloat16), caches, "cpu")
+    check_memory(total_weight_bytes(model, torch.bfloat16, device=torch.device("cpu")), caches, "cpu")
     ck.read_weights(source, model)
     print_status("reading the calibration text" if calibration_file else "the model writes its calibration text")
     sequences = calibration_text(model, source.tokenizer, calibration_file)

@@ -23,7 +23,7 @@ from backend import synchronize
 from checkpoint import is_ours, read_config, read_quantization
 from cli import UserError, counted, print_status, size_text
 from config import Config
-from costs import WeightReads, roofline, weight_reads
+from costs import WeightReads, layer_table_bytes, roofline, weight_reads
 from formats import Quantization
 from model import Transformer
 
@@ -169,6 +169,8 @@ def measurements(engine, profiled: bool, in_full: bool = True) -> dict:
     }
     if model.config.experts is not None:
         fields["experts"] = expert_numbers(model, timing)
+    if model.layer_inputs is not None:
+        fields["layer_table_bytes"] = layer_table_bytes(model)
     if model.shard.ranks > 1:  # then all numbers of bytes are for one rank
         fields["ranks"] = model.shard.ranks
         fields["communication_share"] = None
@@ -291,6 +293,10 @@ def full_report(result: dict, timing) -> str:
     if len(formats) > 1:
         sizes = [f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in formats.items()]
         lines.append(f"weights: {', '.join(sizes)}")
+    if "layer_table_bytes" in result:
+        size = result["layer_table_bytes"] / 1e6
+        where = "stays in its mapped file" if result["device"] == "cpu" else "is in memory"
+        lines.append(f"table of the layers' inputs: {size:.1f} MB, which {where}; a token reads one row of it")
     if result["prefill_tokens_per_s"] is not None:
         lines.append(f"prefill: {timing.prefill_tokens} tokens, {prefill_text(timing)}")
         if timing.draft_prefill_s:

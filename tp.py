@@ -132,6 +132,8 @@ class Shard:
             "n_kv_head": len(self.own_heads(H, H // config.n_kv_head)),
             "full_kv_head": config.full_kv_head and len(self.own_heads(H, H // config.full_kv_head)),
             "hidden_dim": len(self.own_hidden("mlp", config.hidden_dim)) or 1,  # 0 only if no layer has such an MLP
+            "shared_kv_hidden_dim": config.shared_kv_hidden_dim
+            and len(self.own_hidden("mlp", config.shared_kv_hidden_dim)),
             "vocab_size": -(-config.vocab_size // self.ranks),
             "n_token": None,
         }
@@ -277,8 +279,8 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
 
 
 def check(model: Transformer, ranks: int):
-    for block in model.all_blocks:
-        for name, module in block.named_modules():
+    for part in [part for block in model.all_blocks for part in (block.mixer, block.mlp)]:
+        for name, module in part.named_modules():
             silent = isinstance(module, (Linear, QuantizedLinear)) and not module.rows and not module.columns
             assert not silent, f"{name} does not say what its rows or columns consist of"
     if reasons := obstacles(model, ranks):

@@ -117,6 +117,7 @@ struct PreparedBlock {
   const float* k_norm;  // (E,), or (K*E,)
   const float* v_norm;  // (E,)
   bool keys_as_values;  // qkv has no values: they are its keys, before k_norm and RoPE
+  bool shares_cache;    // qkv has no keys and no values: an earlier block has written them
   int64_t rope_table;   // which of the tables of cos and sin it uses
   bool only_keys;       // computes only keys and values, and no result: the block has no layer except qkv
 
@@ -126,6 +127,16 @@ struct PreparedBlock {
   Norm mlp_norm;
   const float* mlp_post_norm;  // (D,)
   std::shared_ptr<const PreparedExperts> experts;
+
+  // What adds the block's own input, if P is not 0: see LayerInput of model.py.
+  int64_t P;
+  Layer own_gate;         // (P,D)
+  Layer own_proj;         // (D,P)
+  const float* own_norm;  // (D,)
+  float mlp_scale() const { return P ? 1.0f : layer_scale; }  // of the result of the MLP
+
+  // How many heads of a token in qkv are not queries or gates.
+  int64_t new_heads() const { return shares_cache ? 0 : (keys_as_values ? 1 : 2) * K; }
 };
 
 // One call of a block.
@@ -135,6 +146,8 @@ struct Block {
   int64_t M;  // B * S tokens
   const T* x;  // (M,D)
   T* result;   // (M,D), may be x
+  const T* own_input;   // (M,P), with own_stride elements between two tokens; or null
+  int64_t own_stride;
 
   // Of attention:
   Attention<T> attention;     // allocate() sets q and out. Other token mixers use its B, S, positions and rows
@@ -162,10 +175,13 @@ struct Block {
   T* up;          // (M,F or 2F)
   T* act;         // (M,F)
   T* product;     // (M,D), what the token mixer or the MLP adds to x
+  T* own_gated;   // (M,P)
   Input to_qkv;
   Input to_out;
   Input to_up;
   Input to_down;
+  Input to_own_gate;
+  Input to_own_proj;
   std::vector<Workspace> workspaces;  // of each thread
   float* states;                      // of the chunks of attention: see SplitPlan
   T* conv_inputs;                     // (M,channels), the inputs of the convolution
@@ -193,6 +209,11 @@ struct Block {
       act = arena.allocate<T>(M * p.F);
       to_up = allocate_input(arena, p.up, mlp_normed, M);
       to_down = allocate_input(arena, p.down, act, M);
+    }
+    if (p.P) {
+      own_gated = arena.allocate<T>(M * p.P);
+      to_own_gate = allocate_input(arena, p.own_gate, normed, M);
+      to_own_proj = allocate_input(arena, p.own_proj, own_gated, M);
     }
     if (p.net.m) return allocate_delta(arena);
     if (p.conv.channels) {
@@ -267,16 +288,16 @@ struct Block {
     if (scale != 1.0f) scale_row(to + m * D, scale, D);
   }
 
-  void run_experts(const Team& team) const {
+  void run_experts(const Team& team, T* to) const {
     const PreparedBlock& p = prepared;
     apply_norm(team, residual, p.mlp_norm, mlp_normed, [&](int64_t m) { experts.prepare_row(m); });
     experts.run(team);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
-    const bool is_sum = !p.mlp_post_norm && p.residual_scale == 1.0f && p.layer_scale == 1.0f;
+    const bool is_sum = !p.mlp_post_norm && p.residual_scale == 1.0f && p.mlp_scale() == 1.0f;
     team.split(M, 1, [&](int64_t m, int64_t end) {
       for (; m < end; m++) {
-        experts.add_outputs(m, is_sum ? from + m * p.D : nullptr, (is_sum ? result : product) + m * p.D);
-        if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, p.layer_scale, result);
+        experts.add_outputs(m, is_sum ? from + m * p.D : nullptr, (is_sum ? to : product) + m * p.D);
+        if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, p.mlp_scale(), to);
       }
     });
     team.barrier();
@@ -288,14 +309,14 @@ struct Block {
     const auto& a = attention;
     const int64_t E = a.E;
     const int64_t first_key = a.H + prepared.gates;
-    const int64_t per_token = first_key + (prepared.keys_as_values ? 1 : 2) * a.K;
+    const int64_t per_token = first_key + prepared.new_heads();
     if (prepared.qk_norm_whole) {
       team.split(M, 1, [&](int64_t m, int64_t end) {
         for (; m < end; m++) {
           T* q = qkv + m * per_token * E;
           T* k = q + first_key * E;
           rms_norm_row(q, prepared.q_norm, q, a.H * E, prepared.eps);
-          rms_norm_row(k, prepared.k_norm, k, a.K * E, prepared.eps);
+          if (prepared.k_norm) rms_norm_row(k, prepared.k_norm, k, a.K * E, prepared.eps);
         }
       });
       team.barrier();
@@ -561,7 +582,14 @@ struct Block {
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, 1.0f, residual);
     team.begin(p.experts ? EXPERTS : NORM);
-    if (p.experts) return run_experts(team);
+    T* to = p.P ? normed : result;  // the result of the MLP
+    if (p.experts) run_experts(team, to);
+    else run_mlp(team, to);
+    if (p.P) add_own_input(team);
+  }
+
+  void run_mlp(const Team& team, T* to) const {
+    const PreparedBlock& p = prepared;
     apply_norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
     team.begin(UP);
     matmul<T>(team, p.up, to_up, M, nullptr, up);
@@ -569,7 +597,26 @@ struct Block {
     activate(team);
     team.begin(DOWN);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
-    add_product(team, p.down, to_down, from, p.mlp_post_norm, p.layer_scale, result);
+    add_product(team, p.down, to_down, from, p.mlp_post_norm, p.mlp_scale(), to);
+  }
+
+  // result = (normed + the norm of own_proj(gelu(own_gate(normed)) * own_input)) * the scale of the block.
+  void add_own_input(const Team& team) const {
+    const PreparedBlock& p = prepared;
+    prepare_input_rows<T>(team, p.own_gate, to_own_gate, M);
+    matmul<T>(team, p.own_gate, to_own_gate, M, nullptr, own_gated);
+    team.barrier();
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) {
+        T* row = own_gated + m * p.P;
+        const T* own = own_input + m * own_stride;
+        activate_row(row, p.P, 0, p.P, Activation{.gated = false, .kind = Activation::GELU}, row);
+        for (int64_t i = 0; i < p.P; i += LANES) store(row + i, load(row + i, p.P - i) * load(own + i, p.P - i), p.P - i);
+        prepare_input<T>(p.own_proj, to_own_proj, m, 0, p.own_proj.groups());
+      }
+    });
+    team.barrier();
+    add_product(team, p.own_proj, to_own_proj, normed, p.own_norm, p.layer_scale, result);
   }
 };
 

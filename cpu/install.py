@@ -43,7 +43,7 @@ from cpu.shadow import make_shadow
 from cpu.threads import Threads, share_processors
 from formats import QuantizedEmbedding, StackedLinear
 from kernels import KERNELS, MAX_DECODE_TOKENS
-from layers import Embedding, Linear
+from layers import LAYER_TABLE, Embedding, Linear
 from model import Block, Transformer
 
 PACKING = {"pack_layer", "prepare_layer", "linear_packed"}  # what packed layers need
@@ -73,6 +73,9 @@ MORE_FUSED_FIELDS = (
     "full_head_dim",
     "full_kv_head",
     "full_keys_as_values",
+    "shared_kv_layers",
+    "shared_kv_hidden_dim",
+    "per_layer_dim",
     "query_scale_beta",
     "attention_gate",
     "delta_net",
@@ -108,8 +111,8 @@ class CpuInstaller(Installer):
         self.reserved: HugePages | None = None
         self.freed = 0  # bytes of layers that have been packed since their memory was released
         total = 0
-        for module in model.modules():
-            if self.has_kernels and has_format(module):
+        for name, module in model.named_modules():
+            if self.has_kernels and has_format(module) and name != LAYER_TABLE:  # the table stays in its file
                 total += -(-packed_bytes(module) // 64) * 64
         self.packed = HugePages(total)
 
@@ -166,6 +169,10 @@ class CpuInstaller(Installer):
         if not can_fuse(model.config) or model.shard.ranks > 1:
             return backend
         layers = [layer for block in model.blocks for layer in block.linears]
+        outside = [model.output or model.embedding]
+        if model.layer_inputs is not None:
+            layers += [layer for block in model.blocks for layer in (block.layer_input.gate, block.layer_input.proj)]
+            outside.append(model.layer_inputs.proj)
         limits = [layer.max_run_tokens for block in model.blocks for layer in block.mlp.sparse]
         all_fused = all(map(prefills_fast, layers)) and all(limit == sys.maxsize for limit in limits)
         if model.mtp is not None:
@@ -175,7 +182,7 @@ class CpuInstaller(Installer):
             backend,
             run_blocks=FusedBlocks(model.blocks, model.dtype),
             max_fused_tokens=sys.maxsize if all_fused else MAX_DECODE_TOKENS,
-            chunk_invariant=all_fused and isinstance(model.output or model.embedding, PackedLinear),
+            chunk_invariant=all_fused and all(isinstance(layer, PackedLinear) for layer in outside),
         )
 
 
@@ -263,7 +270,7 @@ class FusedBlocks(Registered):
         self.states = {name: [s for s in states if name in s.shapes(torch.float32)] for name in STATE_TENSORS}
         self.keep(torch.ops.fastpath.release_blocks, self.handles, blocks, dtype)
 
-    def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None):
+    def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None, own_inputs=None):
         tables = [rope for rope in ropes if rope is not None]  # (cos, sin) each; empty with ALiBi
         slopes = None
         query_scales = None
@@ -285,6 +292,7 @@ class FusedBlocks(Registered):
             [cache["v"] for cache in caches],
             *states,
             [experts.counts for experts in self.experts],
+            own_inputs,
             self.handles,
         )
 
@@ -325,6 +333,9 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
     linears = block.linears[:1] if only_keys else block.linears
     experts = [] if only_keys else [layer.run.handle for layer in block.mlp.sparse]
     layers = {name: prepare(layer) for name, layer in zip(("qkv", "out", "up", "down"), linears)}
+    own = block.layer_input
+    if own is not None:
+        layers |= {"own_gate": prepare(own.gate), "own_proj": prepare(own.proj)}
     return torch.ops.fastpath.prepare_block(
         dtype=dtype,
         eps=block.config.norm_eps,
@@ -340,6 +351,7 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
         mlp_post_norm=getattr(block.mlp_post_norm, "weight", None),
         experts=experts[0] if experts else None,
         **{name: layer.handle for name, layer in layers.items()},  # the block keeps the layers
+        own_norm=None if own is None else own.norm.weight,
         rope_table=block.rope_table,
         **block.mixer.block_arguments(),
     )

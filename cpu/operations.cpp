@@ -410,7 +410,9 @@ int64_t prepare_block(
     // Attention:
     int64_t H, int64_t K, int64_t E, int64_t gates, double scale, std::optional<int64_t> window, int64_t rope_table,
     bool qk_norm_whole, const MaybeTensor& q_norm, const MaybeTensor& k_norm, const MaybeTensor& v_norm,
-    bool keys_as_values,
+    bool keys_as_values, bool shares_cache,
+    // What adds the block's own input:
+    std::optional<int64_t> own_gate, std::optional<int64_t> own_proj, const MaybeTensor& own_norm,
     // A gated delta net or a short convolution: its weight is (width,channels).
     const MaybeTensor& conv_weight, const MaybeTensor& conv_bias,
     // A gated delta net:
@@ -455,8 +457,9 @@ int64_t prepare_block(
     p.k_norm = keep_floats(p, k_norm, "k_norm", {qk_norm_whole ? K * E : E});
     p.v_norm = keep_floats(p, v_norm, "v_norm", {E});
     p.keys_as_values = keys_as_values;
+    p.shares_cache = shares_cache;
     p.only_keys = !out;
-    qkv_width = (H + gates + (keys_as_values ? 1 : 2) * K) * E;
+    qkv_width = (H + gates + p.new_heads()) * E;
     mixed_width = H * E;
   }
   if (m) {
@@ -474,6 +477,12 @@ int64_t prepare_block(
 
   p.out = keep_layer(p, out, p.D, mixed_width);
   keep_mlp(p, up, down, experts);
+  if (own_gate) {
+    p.P = prepared_layers.get(*own_gate)->layer.N;
+    p.own_gate = keep_layer(p, own_gate, p.P, p.D);
+    p.own_proj = keep_layer(p, own_proj, p.D, p.P);
+    p.own_norm = keep_floats(p, own_norm, "own_norm", {p.D});
+  }
   return prepared_blocks.add(std::move(p));
 }
 
@@ -560,11 +569,12 @@ void check_counts(const std::vector<std::shared_ptr<const PreparedBlock>>& prepa
 //   bases, tails                    blocks with a recurrent.ConvState, which includes recurrent.DeltaState
 //   matrices, keys, deltas, decays  blocks with a recurrent.DeltaState
 //   expert_counts                   sparse blocks: see SparseMLP.set_counts
+// own_inputs (B,S,blocks,P): of blocks that add inputs of their own.
 Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows, at::TensorList cos,
               at::TensorList sin, const MaybeTensor& slopes, const MaybeTensor& query_scales,
               at::TensorList k_caches, at::TensorList v_caches, at::TensorList bases, at::TensorList tails,
               at::TensorList matrices, at::TensorList keys, at::TensorList deltas, at::TensorList decays,
-              at::TensorList expert_counts, at::IntArrayRef handles) {
+              at::TensorList expert_counts, const MaybeTensor& own_inputs, at::IntArrayRef handles) {
   TORCH_CHECK(x.dim() == 3, "x (B,S,D) was expected, not ", x.sizes());
   std::vector<std::shared_ptr<const PreparedBlock>> prepared;
   for (int64_t handle : handles) prepared.push_back(prepared_blocks.get(handle));
@@ -600,6 +610,14 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
                   " in ", x.scalar_type());
       Block<T> block{.prepared = p, .M = M, .result = result.data_ptr<T>()};
       block.x = all.empty() ? xs.const_data_ptr<T>() : result.const_data_ptr<T>();
+      if (p.P) {
+        const int64_t count = prepared.size();
+        TORCH_CHECK(own_inputs, "a block with an input of its own needs own_inputs");
+        const Tensor& own = checked(*own_inputs, "own_inputs", x.scalar_type(), {call.B, call.S, count, p.P});
+        block.own_input = own.const_data_ptr<T>() + all.size() * p.P;
+        block.own_stride = count * p.P;
+        work += 2 * M * p.P * D;
+      }
       if (p.conv.channels) {
         set_conv_state(block, call, bases[recurrent], tails[recurrent]);
         if (p.net.m) {

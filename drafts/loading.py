@@ -145,6 +145,8 @@ def own_part(whole: Transformer, model: Transformer) -> Transformer:
     part = swap(empty_model(model.config, shard=shard), schemes.get)
     state = whole.state_dict()
     slices = {name: piece.cut(state[name]).clone() for name, piece in shard.slices(whole).items()}
+    if whole.layer_inputs is not None:
+        part.layer_inputs.table = whole.layer_inputs.table
     part.load_state_dict(slices, assign=True)
     part.activation_dtype = model.activation_dtype
     return part

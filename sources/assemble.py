@@ -22,6 +22,7 @@ from checkpoint import can_draft, check_finite, check_shapes, empty_model, layer
 from cli import UserError, print_status
 from config import Config
 from formats import piece_rows
+from layers import MatrixLayer
 from model import Transformer
 from sources.families import Layout
 
@@ -102,6 +103,14 @@ def expert_destinations(target: str, config: Config, layout: Layout, found: dict
     return {name: Destination(target, torch.Size([N, C]), None) for name in every_name}
 
 
+def unread_keys(config: Config, layout: Layout) -> tuple[str, ...]:
+    """How the names of keys and values begin that layers do not use, because they read the KV cache of another layer
+    (Config.shared_kv_layers). Published files have them."""
+    names = layout.names["attention.qkv"][1:] + layout.names.get("attention.k_norm", [])
+    layers = [i for i in range(config.n_layer) if config.kv_layer(i) != i]
+    return tuple(f"{layout.layer}{i}.{name}." for i in layers for name in names)
+
+
 def prefix_of(module: str, config: Config, layout: Layout) -> tuple[str, str]:
     """How the names of a module's tensors begin in the file, and its key in Layout.names."""
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
@@ -167,7 +176,9 @@ class AssembledWeights:
                 self.constants[name] = torch.full(tensor.shape, value)
         self.places = destinations(model, layout, found)
         # The names of tensors that the model does not need
-        self.left_out = [name for name in found if name not in self.places and unneeded(name)]
+        unread = unread_keys(model.config, layout)
+        self.left_out = [name for name in found if name not in self.places]
+        self.left_out = [name for name in self.left_out if unneeded(name) or name.startswith(unread)]
         needed = {name: shape for name, shape in found.items() if name not in self.left_out}
         expected = {name: place.shape for name, place in self.places.items()}
         check_shapes(path, without_ones(needed), without_ones(expected))
@@ -195,6 +206,12 @@ class AssembledWeights:
             pieces = [self.read_piece(stored, kind) for stored in stack]
             whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return whole if part is None else part.cut(whole)
+
+    def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
+        """A layer of this name on the meta device, or another one in its place, filled with a tensor that stays
+        in the mapped file."""
+        stored = self.stacks[f"{name}.weight"][0]
+        return self.file.map_layer(stored, layer)
 
     def stack_of(self, name: str) -> list[str]:
         """The names of the file's tensors that `read` stacks in one of our tensors. A quantized part comes

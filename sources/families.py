@@ -8,7 +8,6 @@ A record says everything that the other files need to know about a family. What 
 a tensor is read, such as the order of its rows, needs no switch in the model.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -358,16 +357,15 @@ def gemma3_gguf_fields(config: Config) -> dict:
 
 
 def gemma4_fields(fields: Fields) -> dict:
-    """The dense models without per-layer inputs."""
+    """The dense models."""
     # Null stands for the default.
     fields.all = {name: value for name, value in fields.all.items() if value is not None}
-    for name, value in {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}.items():
-        if fields.take(name, value) != value:
-            fields.refuse(name, f"is not supported in Gemma 4; expected {json.dumps(value)}")
+    if fields.take("enable_moe_block", False):
+        fields.refuse("enable_moe_block", "is not supported in Gemma 4; expected false")
     if fields.take("use_bidirectional_attention", "vision") != "vision":
         fields.refuse("use_bidirectional_attention", "is not supported: a token would see later ones")
-    for name in ("use_double_wide_mlp", "vocab_size_per_layer_input", "top_k_experts", "moe_intermediate_size"):
-        fields.take(name, None)  # without shared layers, per-layer inputs and experts, they have no effect
+    for name in ("top_k_experts", "moe_intermediate_size"):
+        fields.take(name, None)  # without experts, they have no effect
 
     n_layer = fields.take("num_hidden_layers")
     check_positive_int("n_layer", n_layer)
@@ -380,6 +378,7 @@ def gemma4_fields(fields: Fields) -> dict:
     return (
         found
         | gemma4_constants(found["dim"])
+        | gemma4_small_fields(fields, found)
         | {
             "full_head_dim": heads["head_dim"],
             "full_kv_head": heads["num_key_value_heads"],
@@ -390,6 +389,20 @@ def gemma4_fields(fields: Fields) -> dict:
             "logits_softcap": fields.take("final_logit_softcapping", None),
         }
     )
+
+
+def gemma4_small_fields(fields: Fields, found: dict) -> dict:
+    """The fields of Config that only E2B and E4B have."""
+    small = {
+        "shared_kv_layers": fields.take("num_kv_shared_layers", 0),
+        "per_layer_dim": fields.take("hidden_size_per_layer_input", 0) or None,
+    }
+    if small["shared_kv_layers"] and fields.take("use_double_wide_mlp", False):
+        small["shared_kv_hidden_dim"] = 2 * found["hidden_dim"]
+    fields.take("use_double_wide_mlp", None)
+    if fields.take("vocab_size_per_layer_input", 262144) != found["vocab_size"] and small["per_layer_dim"]:
+        fields.refuse("vocab_size_per_layer_input", f"is not the vocab_size {found['vocab_size']}")
+    return small
 
 
 def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -> dict:
@@ -693,13 +706,31 @@ GEMMA3_LAYOUT = replace(
 )
 GEMMA4_LAYOUT = replace(
     POST_NORM_LAYOUT,
+    names=POST_NORM_NAMES
+    | {
+        "layer_inputs.table": ["model.embed_tokens_per_layer"],
+        "layer_inputs.proj": ["model.per_layer_model_projection"],
+        "layer_inputs.norm": ["model.per_layer_projection_norm"],
+        "layer_input.gate": ["per_layer_input_gate"],
+        "layer_input.proj": ["per_layer_projection"],
+        "layer_input.norm": ["post_per_layer_input_norm"],
+    },
     renames=MULTIMODAL_RENAMES,
     whole_names={"scale.weight": "layer_scalar"},
     constants={"attention.v_norm": 1.0},
 )
 GEMMA4_GGUF_LAYOUT = replace(
     GGUF_LAYOUT,
-    names=GGUF_NAMES | {"scale": ["layer_output_scale"]},
+    names=GGUF_NAMES
+    | {
+        "scale": ["layer_output_scale"],
+        "layer_inputs.table": ["per_layer_token_embd"],
+        "layer_inputs.proj": ["per_layer_model_proj"],
+        "layer_inputs.norm": ["per_layer_proj_norm"],
+        "layer_input.gate": ["inp_gate"],
+        "layer_input.proj": ["proj"],
+        "layer_input.norm": ["post_norm"],
+    },
     constants=GEMMA4_LAYOUT.constants,
 )
 MIXTRAL_LAYOUT = replace(

@@ -18,7 +18,8 @@ import torch
 from checkpoint import make_config
 from cli import UserError, and_more, check_is_file, first_line, print_status
 from config import MAX_NUMBER, Config, DeltaNet, Experts, RopeScaling, ShortConv
-from formats import FORMATS, Quantization
+from formats import FORMATS, Quantization, Scheme, make_layer
+from layers import MatrixLayer
 from sources.families import GGUF_FAMILIES
 from sources.fields import Fields, yarn_attention_factor
 from sources.gguf_header import TensorInfo, read_header, split_files
@@ -40,7 +41,7 @@ USED_FIELDS = """block_count context_length embedding_length feed_forward_length
     attention.recurrent_layers rope.dimension_sections nextn_predict_layers shortconv.l_cache
     rope.mrope_section rope.mrope_interleaved mrope_sections ssm.v_head_reordered n_deepstack_layers
     pooling_type attention.key_length_swa attention.value_length_swa rope.dimension_count_swa
-    final_logit_softcapping"""
+    final_logit_softcapping attention.shared_kv_layers embedding_length_per_layer_input"""
 SAMPLING_FIELDS = {  # names in generation_config.json and in general.sampling
     "temperature": "temp",
     "top_k": "top_k",
@@ -55,8 +56,6 @@ OTHER_TENSORS = ("v.", "a.", "mm.", "resampler.", "mtp.")
 OTHER_FIELDS = ("vision", "audio", "image", "mm.")
 # Fields that change what the model computes -> the values that are supported.
 SUPPORTED_VALUES = {
-    "attention.shared_kv_layers": [0],
-    "embedding_length_per_layer_input": [0],
     "expert_gating_func": [1, 0],  # softmax, or none is named
     "expert_weights_scale": [1.0, 0.0],
     "expert_weights_norm": [True],
@@ -203,6 +202,11 @@ class GgufFile:
         n_head = self.per_layer("attention.head_count")
         dim = self.hyper("embedding_length")
         scaling, context = self.rope()
+        shared = self.hyper("attention.shared_kv_layers", 0)
+        first = self.n_layer - shared  # the first layer without keys and values of its own
+        shared_dim = None
+        if shared:
+            shared_dim = self.per_layer("feed_forward_length", layers=range(first, self.n_layer))
         experts = self.experts()
         width = [] if experts is None else [experts.hidden_dim]  # where no layer has an MLP
         config = make_config(
@@ -210,7 +214,10 @@ class GgufFile:
             n_layer=self.n_layer,
             n_head=n_head,
             dim=dim,
-            hidden_dim=self.per_layer("feed_forward_length", *width) or sum(width),
+            hidden_dim=self.per_layer("feed_forward_length", *width, layers=range(first)) or sum(width),
+            shared_kv_layers=shared,
+            shared_kv_hidden_dim=shared_dim,
+            per_layer_dim=self.nonzero("embedding_length_per_layer_input", None),
             vocab_size=shapes["token_embd.weight"][0],
             max_seq_length=context,
             # 1e-5 or 1e-6, stored as float32
@@ -444,6 +451,23 @@ class GgufFile:
         if info.type in DENSE:
             return data.view(DENSE[info.type]).view(info.shape)
         return data.view(-1, info.row_bytes)
+
+    def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
+        """An Embedding on the meta device, or a quantized one in its place, filled with a tensor that stays in the
+        mapped file. A type that is not in FORMATS is dequantized in memory."""
+        info = self.infos[name]
+        kind = info.type.lower()
+        if kind not in FORMATS and info.type not in DENSE:
+            layer.load_state_dict({"weight": self.read(name)}, assign=True)
+            return layer
+        data = torch.from_numpy(np.memmap(self.files[info.part].name, np.uint8, "c", info.start, info.nbytes))
+        if info.type in DENSE:
+            layer.load_state_dict({"weight": data.view(DENSE[info.type]).view(info.shape)}, assign=True)
+            return layer
+        with torch.device("meta"):
+            layer = make_layer(layer, Scheme(kind, FORMATS[kind].groupsizes[0]))
+        layer.load_state_dict({"blocks": data.view(-1, info.row_bytes)}, assign=True)
+        return layer
 
     def dequantize(self, info: TensorInfo, blocks: torch.Tensor) -> torch.Tensor:
         """A tensor of a type that is not kept, in float32."""

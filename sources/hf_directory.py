@@ -17,6 +17,7 @@ import torch
 from checkpoint import INDEX, SafetensorsReader, make_config, safetensors_header, weight_paths
 from cli import UserError, first_line, read_json, read_text
 from config import Config
+from layers import MatrixLayer
 from sources.families import FAMILIES, Family, Layout
 from sources.fields import Fields
 from text.tokenizer import TokenizerFiles, read_template, read_tokenizer_files, tokenizer_errors
@@ -136,6 +137,13 @@ class HfFiles:
         if stored_name not in self.unread[path]:  # it was read before
             self.unread[path] = read_pickle(path)
         return self.unread[path].pop(stored_name)
+
+    def map_layer(self, name: str, layer: MatrixLayer) -> MatrixLayer:
+        """An Embedding on the meta device, filled with a tensor that stays in the mapped file."""
+        path, stored_name = self.stored[name]
+        whole = SafetensorsReader().read(path, stored_name) if path.suffix == ".safetensors" else self.read(name)
+        layer.load_state_dict({"weight": whole}, assign=True)
+        return layer
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:

@@ -58,9 +58,13 @@ def family_fields(config):
         fields |= {
             "attention.key_length": wide, "attention.key_length_swa": config.head_dim, "attention.value_length": wide,
             "attention.value_length_swa": config.head_dim, "rope.dimension_count": wide,
-            "rope.dimension_count_swa": config.head_dim, "attention.shared_kv_layers": 0,
-            "embedding_length_per_layer_input": 0, "attention.head_count_kv": heads,
+            "rope.dimension_count_swa": config.head_dim, "attention.shared_kv_layers": config.num_kv_shared_layers,
+            "embedding_length_per_layer_input": getattr(config, "hidden_size_per_layer_input", 0),
+            "attention.head_count_kv": heads,
         }  # fmt: skip
+        if config.use_double_wide_mlp:
+            widths = [config.intermediate_size * (1 + (mode == "reuse")) for mode in config.kv_sharing_modes]
+            fields["feed_forward_length"] = widths
         if config.final_logit_softcapping:
             fields["final_logit_softcapping"] = config.final_logit_softcapping
     if sliding is not None:

@@ -521,7 +521,7 @@ MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32
 MORE_MODELS += [("llama-gqa-biased", None), ("phi3-partial", Quantization("int4", 32, "int8"))]
 NOT_FUSED = ("bloom", "gemma", "granite", "lfm2", "ministral3", "olmo", "qwen35")  # these run operation by operation
 MORE_MODELS += [("gemma3-untied", None), ("gemma3-tied", Quantization("int4", 32, "int8")), ("olmo2-gqa", None)]
-MORE_MODELS += [("gemma4-tied", None), ("gemma4-unified", Quantization("int4", 32, "int8"))]
+MORE_MODELS += [("gemma4-tied", None), ("gemma4-e2b", None), ("gemma4-unified", Quantization("int4", 32, "int8"))]
 MORE_MODELS += [("olmo3-yarn", Quantization("int8", 32, "int8")), ("granite-biased", None)]
 MORE_MODELS += [("ministral3-gqa", None), ("qwen35-grouped", None), ("lfm2-tied", None)]
 

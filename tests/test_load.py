@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_chat_llama
+from conftest import GEMMA4, ROOT, save_random, tiny_chat_llama
+from gguf import GGMLQuantizationType
 from gguf_writer import bpe_fields, write_gguf
 from tokenizers import Tokenizer
 
@@ -24,6 +26,7 @@ from options import DraftOption, ModelOptions
 from quantize import quantize_checkpoint
 from sampling import DEFAULTS
 from server.api import ServedModel
+from sources.opening import open_hf
 from speculative import Speculation
 
 
@@ -198,3 +201,45 @@ def test_what_load_engine_refuses_names_fields_or_options(tiny, fields, why):
         with pytest.raises(UserError, match=f"^{dashes}{why}") as caught:
             load.load_engine(checkpoint, options, 1, 16)
         assert ("--" in str(caught.value)) == bool(dashes)
+
+
+@pytest.mark.slow
+def test_the_table_of_the_layers_inputs_stays_in_its_file(tmp_path, byte_level):
+    """Of a model with a table of 67 MB in bfloat16, loading and generating hold the other 7 MB, and the rows of some
+    tokens. All kinds of files, also with plain PyTorch."""
+    sizes = {"vocab_size": 16384, "vocab_size_per_layer_input": 16384, "hidden_size": 64, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 4, "hidden_size_per_layer_input": 512, "head_dim": 32, "global_head_dim": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_kv_shared_layers": 1}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    oracle = save_random(GEMMA4(**sizes, layer_types=kinds), tmp_path / "hf", seed=4)
+    fields = bpe_fields(Tokenizer.from_file(str(byte_level / "tokenizer.json")), "llama-bpe")
+    fields["tokenizer.ggml.tokens"] += [f"<{i}>" for i in range(len(fields["tokenizer.ggml.tokens"]), 16384)]
+    fields["tokenizer.ggml.token_type"] = [1] * 16384
+    write_gguf(tmp_path / "x.gguf", oracle, fields, lambda name: GGMLQuantizationType.Q8_0)
+    convert(open_hf(tmp_path / "hf"), tmp_path / "ours", torch.bfloat16)
+    quantize_checkpoint(tmp_path / "ours", tmp_path / "q", Quantization("int4", 32, "int8"))
+    code = """if True:
+        import sys, torch
+        from engine import EngineOptions, Request, generate
+        from load import load_engine, open_checkpoint
+        from options import ModelOptions
+        def resident():
+            lines = open("/proc/self/status").read().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+        def run(path):
+            checkpoint = open_checkpoint(path)
+            checkpoint.empty_model()  # for which torch imports much more of itself
+            before = resident()
+            engine = load_engine(checkpoint, ModelOptions(device="cpu", kernels=sys.argv[1]), 1, 64)
+            request = Request(list(range(40, 60)), max_new_tokens=9)
+            generate(engine, [request])
+            assert len(request.new_tokens) == 9 and request.error is None
+            return resident() - before
+        run(sys.argv[2])
+        print(*[run(path) for path in sys.argv[2:]])"""
+    files = [str(tmp_path / name) for name in ("ours", "hf", "q", "x.gguf")]
+    for kernels in ("auto", "torch"):
+        command = [sys.executable, "-c", code, kernels, *files]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert max(map(int, done.stdout.split())) < 25e6, done.stdout

@@ -148,6 +148,7 @@ def test_config_refuses_impossible_sizes():
     bad = {"n_kv_head": 3, "head_dim": 7, "dim": 0, "n_layer": "2", "rope_base": -1, "norm": "batch", "alibi": 1}
     bad |= {"n_token": 10, "sliding_window": 0, "sliding_layers": (1,), "norm_eps": math.nan}
     bad |= {"layers_without_rope": (1,), "tied_embeddings": "no", "full_kv_head": 3, "full_head_dim": 6}
+    bad |= {"per_layer_dim": 0, "shared_kv_layers": 1}
     for field, value in bad.items():
         with pytest.raises(ValueError, match=field):
             Config(**good | {field: value})

@@ -350,8 +350,8 @@ def test_gptq_changes_outputs_less_than_rounding_does(N, C, groupsize):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bloom-8", "gemma4-unified"])
-def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name, groupsize", [("bloom-8", 32), ("gemma4-unified", 32), ("gemma4-e2b", 0)])
+def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name, groupsize):
     """Calibrated on text that the model writes. The checkpoint is read like any int4 checkpoint, and on other text its
     outputs are nearer to the model's than those of rounding."""
     monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
@@ -360,7 +360,7 @@ def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     for mode in (None, "int4", "int4-gptq"):
         directory = source if mode is None else tmp_path / mode
         if mode:
-            quantize_checkpoint(source, directory, Quantization(mode, 32, "none"))
+            quantize_checkpoint(source, directory, Quantization(mode, groupsize, "none"))
         model = load_model(directory, dtype=torch.float32)
         model.setup_caches(8, 200)
         logits[mode] = model(tokens, at, all_logits=True).log_softmax(-1)

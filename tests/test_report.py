@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 from cases import NARROW, SPARSE, read_model, write_random
-from conftest import ROOT, only_torch, random_prompts
+from conftest import ROOT, VOCABULARY, only_torch, random_prompts
 from programs import main
 from torch.utils.flop_counter import FlopCounterMode
 
 import report
-from checkpoint import empty_model
+from checkpoint import empty_model, open_directory
 from cli import UserError
 from config import Config
-from costs import roofline, total_weight_bytes, weight_bytes
+from costs import layer_table_bytes, multiplied_weights, roofline, total_weight_bytes, weight_bytes, weight_reads
 from engine import Engine, Request, StepFunctions, generate
 from formats import Quantization
 from load import load_model
@@ -40,6 +40,33 @@ def test_roofline_counts_what_a_decode_step_does(tiny, name):
     weights, kv = weight_bytes(model, 3), model.kv_bytes([context] * 3)
     assert (found["weight_bytes_per_token"], found["kv_bytes_per_token"]) == (weights / 3, kv / 3)
     assert found["bound_tokens_per_s"] == pytest.approx(3 * 2e9 / (weights + kv))
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization("int4", 0, "int8")])
+def test_the_table_of_the_layers_inputs_is_in_its_file(tiny, tmp_path, quantization):
+    """Of the table, a token reads a row, and no memory is needed. On other devices, it is in memory."""
+    path = tiny("gemma4-e2b")[2]
+    if quantization is not None:
+        quantize_checkpoint(path, tmp_path / "q", quantization)
+        path = tmp_path / "q"
+    whole, model = open_directory(path).empty_model(), load_model(path, dtype=torch.float32)
+    size = VOCABULARY * 70 * 4 if quantization is None else VOCABULARY * (70 + 2)
+    assert layer_table_bytes(whole) == layer_table_bytes(model) == size
+    resident = [total_weight_bytes(whole, torch.float32, device=torch.device(name)) for name in ("cpu", "meta")]
+    assert resident[1] - resident[0] == size
+    assert not any(name.startswith("layer_inputs.table") for name in model.state_dict())
+    assert weight_reads(whole).row == size / VOCABULARY
+    if quantization is None:
+        state = whole.state_dict()
+        matrices = sum(one.numel() for one in state.values() if one.dim() == 2) - VOCABULARY * 70
+        assert multiplied_weights(whole) == matrices
+    engine = Engine(model, 1, 64)
+    request = Request([5, 6, 7], SamplingParams(temperature=0.0), 5)
+    generate(engine, [request])
+    result = measurements(engine, profiled=False) | {"load_s": 0.0, "compile_s": 0.0, "time_to_first_token_s": None}
+    result |= {"samples": [], "recompiles": 0, "graph_breaks": 0}
+    assert result["layer_table_bytes"] == size and sum(result["weight_bytes_by_format"].values()) > size
+    assert "MB, which stays in its mapped file" in report.full_report(result, engine.timing)
 
 
 def test_roofline_of_a_window_sees_no_further(tiny_model):

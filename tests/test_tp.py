@@ -42,6 +42,8 @@ SMOLLM3 = LLAMA | {"layers_without_rope": (1,)}
 WINDOW = LLAMA | {"sliding_window": 7}
 GEMMA3 = WINDOW | {"norm_placement": "both", "mlp": "geglu", "qk_norm": True, "sliding_layers": (0,)}
 GEMMA3 |= {"sliding_rope_base": 3e3, "embedding_scale": 6.5, "attention_scale": 0.3, "float32_norms": True}
+SMALL = GEMMA3 | {"n_layer": 5, "sliding_layers": (1, 2), "value_norm": True, "layer_scale": True}
+SMALL |= {"shared_kv_layers": 3, "shared_kv_hidden_dim": 134, "per_layer_dim": 22}  # Gemma 4's E2B
 GEMMA4 = GEMMA3 | {"n_layer": 3, "sliding_layers": (0, 2), "full_head_dim": 32, "full_keys_as_values": True}
 GEMMA4 |= {"full_kv_head": 1, "rope_scaling": RopeScaling("factors", factors=(1.0,) * 5 + (MAX_NUMBER,) * 11)}
 GEMMA4 |= {"value_norm": True, "layer_scale": True, "attention_scale": 1.0, "logits_softcap": 7.0}
@@ -84,6 +86,8 @@ CASES = {
     "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 230, False, ("int8", 32, "int8"), "auto", False),
     "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
     "2 gemma3, K on both": (2, GEMMA3, 4, 1, 18, 42, 58, False, None, "auto", False),
+    "2 gemma4 E2B, int8": (2, SMALL, 4, 2, 18, 46, 58, True, ("int8", 0, "int8"), "auto", False),
+    "3 gemma4 E2B, K copied": (3, SMALL, 6, 2, 16, 50, 62, True, None, "torch", False),
     "2 gemma4, K split or on both, int4": (2, GEMMA4, 4, 2, 16, 54, 96, True, ("int4", 32, "int8"), "auto", False),
     "3 gemma4, K split or copied": (3, GEMMA4 | {"full_kv_head": 2}, 6, 3, 14, 42, 58, False, None, "auto", False),
     "3 olmo2, K copied, int8": (3, OLMO2, 6, 2, 14, 62, 99, False, ("int8", 0, "int8"), "auto", False),

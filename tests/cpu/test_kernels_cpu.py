@@ -290,7 +290,16 @@ def test_opcheck(dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa-biased", "ministral3-gqa", "gemma4-tied", "qwen35-grouped", "lfm2-tied", "qwen35-moe-5"]
+    "name",
+    [
+        "llama-gqa-biased",
+        "ministral3-gqa",
+        "gemma4-tied",
+        "gemma4-inputs",
+        "qwen35-grouped",
+        "lfm2-tied",
+        "qwen35-moe-5",
+    ],
 )
 @pytest.mark.slow
 def test_opcheck_of_blocks(tiny, name):
@@ -308,7 +317,10 @@ def test_opcheck_of_blocks(tiny, name):
     caches.append([layer.counts for block in model.blocks for layer in block.mlp.sparse])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
-    torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))
+    own = None
+    if model.layer_inputs is not None:
+        own = model.layer_inputs(torch.tensor([[3, 4], [5, 0]]), x)
+    torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, own, model.backend.run_blocks.handles))
     for counts in caches[-1][:1]:
         experts = next(layer for block in model.blocks for layer in block.mlp.sparse)
         torch.library.opcheck(ops.sparse_mlp, (x, input_pos, counts, experts.run.handle))
@@ -454,7 +466,8 @@ def test_attention_refuses_what_lies_outside_the_cache():
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
-MODELS += [("gemma4-untied", None), ("gemma4-tied", None)]
+MODELS += [("gemma4-untied", None), ("gemma4-tied", None), ("gemma4-e2b", None)]
+MODELS += [("gemma4-e4b", Quantization("int8", 0, "int8")), ("gemma4-shared", None)]
 
 
 def write_aligned(directory: Path, tied: bool):
@@ -500,7 +513,7 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
 
 
 INVARIANT = [("qwen3-gqa", Quantization("int8", 32, "int4")), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
-INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8"))]
+INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8")), ("gemma4-e2b", Quantization("int4", 0, "int8"))]
 INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-tied", "aligned-untied")]
 
 

@@ -129,9 +129,24 @@ def test_the_last_layer_of_gemma4_does_not_slide(tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path).text_config.layer_types[2] == "full_attention"
 
 
+@pytest.mark.parametrize("shared, double", [(3, True), (3, False), (0, True)])
+def test_layers_of_gemma4_that_share_keys_and_values(tmp_path, shared, double):
+    fields = {"num_kv_shared_layers": shared, "use_double_wide_mlp": double, "layer_types": ["sliding_attention"] * 6}
+    fields["layer_types"][1] = "full_attention"
+    config = gemma4_config(tmp_path, 6, **fields, hidden_size_per_layer_input=...)
+    text = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    stored = {kind: i for i, kind in enumerate(text.layer_types) if text.kv_sharing_modes[i] == "store"}
+    reused = [i for i, mode in enumerate(text.kv_sharing_modes) if mode == "reuse"]
+    assert len(reused) == shared and [config.kv_layer(i) for i in reused] == [
+        stored[text.layer_types[i]] for i in reused
+    ]
+    widths = [text.intermediate_size * (2 if double and i in reused else 1) for i in range(6)]
+    assert [config.mlp_width(i) for i in range(6)] == widths and config.per_layer_dim == 256
+
+
 @pytest.mark.parametrize("fields, why", [
-    ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input = null is not supported .* expected 0"),
-    ({"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1 is not supported"),
+    ({"hidden_size_per_layer_input": ..., "vocab_size_per_layer_input": 5}, "_input = 5 is not the vocab_size 262144"),
+    ({"num_kv_shared_layers": 1}, "shared_kv_layers: layer 2 has no earlier layer of its kind"),
     ({"enable_moe_block": True}, "enable_moe_block = true is not supported"),
     ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all" is not supported'),
     ({"per_layer_config": {"0": {"head_dim": 40}}}, "per_layer_config = .* must change the heads of all layers"),

@@ -47,7 +47,7 @@ def random_member(family: str, seed: int, wide: bool = False):
     """A config of transformers with random sizes and fields. wide: the sizes are multiples of 32."""
     rng = random.Random(f"{family} {seed}")
     K, group, E = (1, 3, 32) if wide else (rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), 2 * rng.randint(4, 13))
-    D = K * group * E if wide or family not in ("gemma3", "gemma4", "ministral3") else 2 * rng.randint(11, 37)
+    D = K * group * E if wide or not family.startswith(("gemma", "ministral3")) else 2 * rng.randint(11, 37)
     if family == "gemma3":
         D -= D % (K * group)  # which transformers requires
     layers, window = rng.randint(2, 5), rng.randint(2, 50)
@@ -65,6 +65,8 @@ def random_member(family: str, seed: int, wide: bool = False):
         return conftest.GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
     if family == "gemma4":
         return gemma4(rng, seed, sizes | biased, E, kinds, wide)
+    if family == "gemma4_small":
+        return gemma4_small(rng, seed, sizes, E, wide)
     if family == "phi3":
         part = rng.choice([1.0, 0.5, 0.75])
         plain = {"rope_type": "default", "rope_theta": 1e4}
@@ -131,7 +133,21 @@ def gemma4(rng: random.Random, seed: int, sizes: dict, E: int, kinds: list, wide
     sizes |= {"sliding_window": rng.randint(2, 50), "rope_parameters": rope, "attention_bias": seed == 5}
     if seed % 2:
         return conftest.GEMMA4_UNIFIED(**sizes)
-    return conftest.GEMMA4(**sizes, hidden_size_per_layer_input=0)
+    return conftest.GEMMA4(**{"hidden_size_per_layer_input": 0} | sizes)
+
+
+def gemma4_small(rng: random.Random, seed: int, sizes: dict, E: int, wide: bool):
+    """Like E2B and E4B, with the last layers of their own in any order. One in five has only inputs by layer, and one
+    in five only shared keys and values, which is possible in the other type only."""
+    both = ["full_attention", "sliding_attention"]
+    shared = 0 if seed % 5 == 3 else rng.randint(1, 4)
+    kinds = rng.choices(both, k=rng.randint(0, 2)) + rng.sample(both, 2) + rng.choices(both, k=shared)
+    sizes |= {"num_hidden_layers": len(kinds), "num_kv_shared_layers": shared, "use_double_wide_mlp": seed % 2 == 0}
+    if seed % 5 == 1:
+        return gemma4(rng, 2 * seed + 1, sizes, E, kinds, wide)
+    sizes |= {"hidden_size_per_layer_input": 32 if wide else 2 * rng.randint(3, 17)}
+    sizes |= {"vocab_size_per_layer_input": VOCABULARY}
+    return gemma4(rng, 2 * seed, sizes, E, kinds, wide)
 
 
 def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
@@ -192,6 +208,7 @@ FAMILIES = (
     "nanochat",
     *EXPERTS,
     "gemma4",
+    "gemma4_small",
 )
 
 
@@ -252,6 +269,7 @@ HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
 PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i % 5], HOW[(i + 2) % 5])]
 PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
 PAIRS += [("gemma4", "lookup"), ("gemma4", "self draft"), ("gemma4", "beside others")]
+PAIRS += [("gemma4_small", "lookup"), ("gemma4_small", "self draft"), ("gemma4_small", "beside others")]
 PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft"), ("lfm2", "lookup"), ("lfm2", "beside others")]
 # Recurrent states cannot be taken back by several passes.
 PAIRS = [(family, how) for family, how in PAIRS if not (how == "self draft" and family.startswith(("lfm2", "qwen35")))]
@@ -271,7 +289,14 @@ def test_a_family_in_combination(member, family, how):
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
 FORMATS |= dict.fromkeys(("gemma4", "qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
-FORMATS |= {"qwen35": "int4", "lfm2": "int4", "mixtral": "int8", "qwen3_moe": "int4", "qwen35_moe": "int4"}
+FORMATS |= {
+    "gemma4_small": "int8",
+    "qwen35": "int4",
+    "lfm2": "int4",
+    "mixtral": "int8",
+    "qwen3_moe": "int4",
+    "qwen35_moe": "int4",
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -301,6 +326,26 @@ def test_a_gguf_file_equals_transformers(member, byte_level, tmp_path, family):
     oracle, _, expected = member(family, 7 if family in ("phi3", "gemma3") else 0)
     write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level))
     assert tokens(Engine(load_model(open_gguf(tmp_path / "x.gguf"), dtype=torch.float32), 3, 200)) == expected
+
+
+def test_keys_and_values_that_no_layer_reads_are_left_out(member, byte_level, tmp_path):
+    """Published files of Gemma 4 have them in layers that share the keys and values of others."""
+    oracle, folder, expected = member("gemma4_small", 0)
+    shutil.copytree(folder, tmp_path / "x")
+    state = load_file(folder / "model.safetensors")
+    layer = oracle.config.num_hidden_layers - 1
+    theirs = {name: f"model.layers.{layer}.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")}
+    save_file(state | {name: torch.ones(3, 5) for name in theirs.values()}, tmp_path / "x" / "model.safetensors")
+    unread = {
+        f"blk.{layer}.{name}.weight": np.ones(5, dtype=np.float32) for name in ("attn_k", "attn_v", "attn_k_norm")
+    }
+    write_gguf(tmp_path / "x.gguf", oracle, vocabulary_fields(byte_level), tensors=unread)
+    for source in (open_hf(tmp_path / "x"), open_gguf(tmp_path / "x.gguf")):
+        assert tokens(Engine(load_model(source, dtype=torch.float32), 3, 200)) == expected
+    name = theirs["k_proj"].replace(f".{layer}.", ".0.")
+    save_file(state | {name: torch.ones(3, 5)}, tmp_path / "x" / "model.safetensors")
+    with pytest.raises(UserError, match=r"0.self_attn.k_proj.weight is \(3, 5\)"):
+        load_model(open_hf(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("family", GGUF_FAMILIES)

@@ -44,7 +44,7 @@ class WeightReads(NamedTuple):
 
 
 def reads_of(layers: Iterable[nn.Module], sparse: Sequence[nn.Module]) -> WeightReads:
-    """What a pass reads of these layers. sparse: the sparse layers in them (FeedForward.sparse)."""
+    """What a pass reads of these layers. sparse: the sparse layers in them (Block.sparse)."""
     total = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
     if not sparse:
         return WeightReads(total)
@@ -68,7 +68,7 @@ def weight_reads(model: Transformer) -> WeightReads:
     table = 0
     if model.output is not None:
         table = sum(tensor.nbytes for tensor in layers.pop("embedding").state_dict().values())
-    reads = reads_of(layers.values(), [layer for block in model.blocks for layer in block.mlp.sparse])
+    reads = reads_of(layers.values(), [layer for block in model.blocks for layer in block.sparse])
     return reads._replace(row=table / model.config.vocab_size)
 
 

@@ -379,7 +379,8 @@ define(
 )
 define(
     "prepare_experts(int router, int gate_up, int down, int? shared_gate_up, int? shared_down, int X, int k, "
-    "bool normalized, ScalarType dtype, str scoring='softmax', Tensor? choice_bias=None, float scale=1.0) -> int"
+    "bool normalized, ScalarType dtype, str scoring='softmax', Tensor? choice_bias=None, float scale=1.0, "
+    "Tensor? scales=None, Tensor? router_norm=None, Tensor? norm=None, float eps=0.0, str activation='swiglu') -> int"
 )
 define("release_experts(int[] handles) -> ()")
 define("sparse_mlp(Tensor x, Tensor input_pos, Tensor(a!) counts, int experts) -> Tensor", empty_like_first)
@@ -388,6 +389,7 @@ define(
     "str activation, "
     "Tensor? attention_norm, Tensor? attention_norm_bias, Tensor? attention_post_norm, "
     "Tensor? mlp_norm, Tensor? mlp_norm_bias, Tensor? mlp_post_norm, "
+    "Tensor? mlp_term_norm, Tensor? experts_term_norm, "
     "int qkv, int? out=None, int? up=None, int? down=None, int? experts=None, "
     "int H=0, int K=0, int E=0, int gates=0, float scale=1.0, int? window=None, int rope_table=0, "
     "bool qk_norm_whole=False, Tensor? q_norm=None, Tensor? k_norm=None, Tensor? v_norm=None, "

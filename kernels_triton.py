@@ -1820,7 +1820,7 @@ class TritonInstaller(Installer):
         backend = Backend(name="triton")
         if isinstance(model, Transformer):
             for block in model.all_blocks:
-                for layer in block.mlp.sparse:
+                for layer in block.sparse:
                     prepare_experts(layer)
         # A split model adds up the ranks' parts inside the blocks. In float16, the product of an
         # activation and a norm's weight may overflow, because the kernels divide by the norm only
@@ -1888,7 +1888,7 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
     )  # (B,S,H,E)
     y = ops.attention.default(q, cache.k, cache.v, input_pos, rows, slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
-    if block.mlp.sparse:
+    if block.sparse:
         return x + block.mlp(block.mlp_norm(x), input_pos)
     h = apply_linear(block.mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
     return apply_linear(block.mlp.down, h, residual=x)

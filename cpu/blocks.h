@@ -14,19 +14,7 @@
 
 namespace fastpath {
 
-// ---------------------------------------------------------------- norms: one thread per row, sums in float32
-
-// W is the type of the weights: T or float.
-template <class T, class W>
-void rms_norm_row(const T* x, const W* w, T* out, int64_t D, float eps) {
-  f32x16 squares = floats(0.0f);
-  for (int64_t i = 0; i < D; i += LANES) {
-    const f32x16 v = load(x + i, D - i);
-    squares = fma(v, v, squares);
-  }
-  const f32x16 scale = floats(1.0f / std::sqrt(sum_of_lanes(squares) / D + eps));
-  for (int64_t i = 0; i < D; i += LANES) store(out + i, load(x + i, D - i) * scale * load(w + i, D - i), D - i);
-}
+// ---------------------------------------------------------------- norms: one thread per row, sums in float32. vectors.h has RMSNorm
 
 template <class T, class W>
 void layer_norm_row(const T* x, const W* w, const W* bias, T* out, int64_t D, float eps) {
@@ -120,12 +108,16 @@ struct PreparedBlock {
   int64_t rope_table;   // which of the tables of cos and sin it uses
   bool only_keys;       // computes only keys and values, and no result: the block has no layer except qkv
 
-  // The MLP, or a sparse MLP, if `experts` is not null.
+  // The MLP; or experts, if `experts` is not null; or the sum of both, each after a norm, if these norms are not null.
   Layer up;  // or gate and up
   Layer down;
   Norm mlp_norm;
   const float* mlp_post_norm;  // (D,)
+  const float* mlp_term_norm;      // (D,)
+  const float* experts_term_norm;  // (D,)
   std::shared_ptr<const PreparedExperts> experts;
+
+  bool has_both() const { return mlp_term_norm; }
 };
 
 // One call of a block.
@@ -186,9 +178,8 @@ struct Block {
     mlp_normed = arena.allocate<T>(M * p.D);
     product = arena.allocate<T>(M * p.D);
     to_out = allocate_input(arena, p.out, attended, M);
-    if (p.experts) {
-      experts.allocate(arena, mlp_normed);
-    } else {
+    if (p.experts) experts.allocate(arena, p.has_both() ? residual : mlp_normed);
+    if (p.up.N) {
       up = arena.allocate<T>(M * p.up.N);
       act = arena.allocate<T>(M * p.F);
       to_up = allocate_input(arena, p.up, mlp_normed, M);
@@ -277,6 +268,29 @@ struct Block {
       for (; m < end; m++) {
         experts.add_outputs(m, is_sum ? from + m * p.D : nullptr, (is_sum ? result : product) + m * p.D);
         if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, p.layer_scale, result);
+      }
+    });
+    team.barrier();
+  }
+
+  // The norm of the MLP's product, plus the norm of what the experts compute.
+  void add_experts(const Team& team) const {
+    const PreparedBlock& p = prepared;
+    matmul<T>(team, p.down, to_down, M, nullptr, product);
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) experts.prepare_row(m);
+    });
+    team.barrier();
+    experts.run(team);
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) {
+        T* y = product + m * p.D;
+        T* of_experts = normed + m * p.D;  // the token mixer has read this
+        experts.add_outputs(m, nullptr, of_experts);
+        rms_norm_row(y, p.mlp_term_norm, y, p.D, p.eps);
+        rms_norm_row(of_experts, p.experts_term_norm, of_experts, p.D, p.eps);
+        add_scaled_row(of_experts, y, 1.0f, y, p.D);
+        add_scaled(m, p.post_norm_residual ? mlp_normed : residual, product, p.mlp_post_norm, p.layer_scale, result);
       }
     });
     team.barrier();
@@ -556,11 +570,12 @@ struct Block {
     }
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, 1.0f, residual);
-    if (p.experts) return run_experts(team);
+    if (p.experts && !p.has_both()) return run_experts(team);
     apply_norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
     matmul<T>(team, p.up, to_up, M, nullptr, up);
     team.barrier();
     activate(team);
+    if (p.has_both()) return add_experts(team);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
     add_product(team, p.down, to_down, from, p.mlp_post_norm, p.layer_scale, result);
   }

@@ -100,6 +100,15 @@ QWEN_EXPERT_NAMES = {
     "experts.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
     "experts.shared.down": ["mlp.shared_expert.down_proj"],
 }
+GEMMA4_EXPERT_NAMES = {
+    "experts.router": ["router.proj"],
+    "experts.gate_up": ["experts.gate_up_proj"],
+    "experts.down": ["experts.down_proj"],
+    "experts.norm": ["pre_feedforward_layernorm_2"],
+    "experts.term_norm": ["post_feedforward_layernorm_2"],
+    "experts.mlp_term_norm": ["post_feedforward_layernorm_1"],
+}
+GEMMA4_FUSED_EXPERTS = {"experts.gate_up": "experts.gate_up_proj", "experts.down": "experts.down_proj"}
 LFM2_EXPERT_NAMES = {
     "experts.router": ["feed_forward.gate"],
     "experts.gate_up": ["feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"],
@@ -358,16 +367,16 @@ def gemma3_gguf_fields(config: Config) -> dict:
 
 
 def gemma4_fields(fields: Fields) -> dict:
-    """The dense models without per-layer inputs."""
+    """The models without per-layer inputs."""
     # Null stands for the default.
     fields.all = {name: value for name, value in fields.all.items() if value is not None}
-    for name, value in {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}.items():
+    for name, value in {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}.items():
         if fields.take(name, value) != value:
             fields.refuse(name, f"is not supported in Gemma 4; expected {json.dumps(value)}")
     if fields.take("use_bidirectional_attention", "vision") != "vision":
         fields.refuse("use_bidirectional_attention", "is not supported: a token would see later ones")
-    for name in ("use_double_wide_mlp", "vocab_size_per_layer_input", "top_k_experts", "moe_intermediate_size"):
-        fields.take(name, None)  # without shared layers, per-layer inputs and experts, they have no effect
+    for name in ("use_double_wide_mlp", "vocab_size_per_layer_input"):
+        fields.take(name, None)  # without shared layers and per-layer inputs, they have no effect
 
     n_layer = fields.take("num_hidden_layers")
     check_positive_int("n_layer", n_layer)
@@ -389,7 +398,15 @@ def gemma4_fields(fields: Fields) -> dict:
             "max_seq_length": fields.take("max_position_embeddings"),
             "logits_softcap": fields.take("final_logit_softcapping", None),
         }
+        | gemma4_experts(fields, n_layer)
     )
+
+
+def gemma4_experts(fields: Fields, n_layer: int) -> dict:
+    sizes = [fields.take(name, None) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")]
+    if not fields.take("enable_moe_block", False):
+        return {}
+    return {"experts": Experts(tuple(range(n_layer)), *sizes, **GEMMA4_EXPERTS)}
 
 
 def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -> dict:
@@ -410,7 +427,8 @@ def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -
 
 
 def gemma4_gguf_fields(config: Config) -> dict:
-    return gguf_windows(config, 6, 10000.0) | gemma4_constants(config.dim)
+    found = gguf_windows(config, 6, 10000.0) | gemma4_constants(config.dim)
+    return found | {"experts": config.experts and replace(config.experts, **GEMMA4_EXPERTS)}
 
 
 def gemma4_constants(dim: int) -> dict:
@@ -503,6 +521,7 @@ def lfm2_hidden_dim(fields: Fields) -> int:
     return -(-width // multiple) * multiple
 
 
+GEMMA4_EXPERTS = {"expert_scales": True, "beside_mlp": True}
 QWEN35 = {"qk_norm": True, "attention_gate": True, "float32_norms": True}
 OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
@@ -610,6 +629,11 @@ def plus_one(config: Config, weight: Tensor) -> Tensor:
     return 1 + weight.float()
 
 
+def router_norm(config: Config, weight: Tensor) -> Tensor:
+    """The weight of the norm before a router whose input is also multiplied by D^-0.5."""
+    return weight.float() * config.dim**-0.5
+
+
 def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
     """Rows of q, k and v for RoPE that rotates (i, i + R/2) in the first R dimensions of each head,
     reordered for ours, which rotates (i, i + E/2)."""
@@ -693,14 +717,32 @@ GEMMA3_LAYOUT = replace(
 )
 GEMMA4_LAYOUT = replace(
     POST_NORM_LAYOUT,
+    names=POST_NORM_NAMES | GEMMA4_EXPERT_NAMES,
     renames=MULTIMODAL_RENAMES,
-    whole_names={"scale.weight": "layer_scalar"},
+    fused_experts=GEMMA4_FUSED_EXPERTS,
+    whole_names={
+        "scale.weight": "layer_scalar",
+        "experts.router_norm.weight": "router.scale",
+        "experts.scales.weight": "router.per_expert_scale",
+    },
     constants={"attention.v_norm": 1.0},
+    folds={"router.scale": router_norm},
 )
 GEMMA4_GGUF_LAYOUT = replace(
     GGUF_LAYOUT,
-    names=GGUF_NAMES | {"scale": ["layer_output_scale"]},
+    names=GGUF_NAMES
+    | {
+        "scale": ["layer_output_scale"],
+        "experts.norm": ["pre_ffw_norm_2"],
+        "experts.term_norm": ["post_ffw_norm_2"],
+        "experts.mlp_term_norm": ["post_ffw_norm_1"],
+    },
+    whole_names={
+        "experts.router_norm.weight": "ffn_gate_inp.scale",
+        "experts.scales.weight": "ffn_down_exps.scale",
+    },
     constants=GEMMA4_LAYOUT.constants,
+    folds={"ffn_gate_inp.scale": router_norm},
 )
 MIXTRAL_LAYOUT = replace(
     LLAMA_LAYOUT,
@@ -1046,6 +1088,7 @@ RECORDS = [
         gguf_architecture="gemma4",
         gguf_layout=GEMMA4_GGUF_LAYOUT,
         keys_as_values=True,
+        gguf_experts=True,
         gguf_fields=gemma4_gguf_fields,
     ),
     # Its GGUF files have the architecture gemma4.

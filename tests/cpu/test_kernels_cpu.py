@@ -305,12 +305,12 @@ def test_opcheck_of_blocks(tiny, name):
     caches = [[cache.k for cache in kept], [cache.v for cache in kept]]
     for tensor in STATE_TENSORS:
         caches.append([getattr(state, tensor) for state in recurrent if hasattr(state, tensor)])
-    caches.append([layer.counts for block in model.blocks for layer in block.mlp.sparse])
+    caches.append([layer.counts for block in model.blocks for layer in block.sparse])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
     torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, model.backend.run_blocks.handles))
     for counts in caches[-1][:1]:
-        experts = next(layer for block in model.blocks for layer in block.mlp.sparse)
+        experts = next(layer for block in model.blocks for layer in block.sparse)
         torch.library.opcheck(ops.sparse_mlp, (x, input_pos, counts, experts.run.handle))
 
 

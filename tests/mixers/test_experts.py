@@ -116,10 +116,10 @@ def test_fused_operations_refuse_a_field_of_experts_that_they_do_not_know():
         with torch.device("meta"):
             model = Transformer(dataclasses.replace(config, experts=experts))
         fill(model, 0)
-        for layer in [layer for block in model.blocks for layer in block.mlp.sparse]:
+        for layer in [layer for block in model.blocks for layer in block.sparse]:
             layer.set_counts(torch.zeros(layer.X + 1, dtype=torch.int64))
         install_kernels(model)
-        runs = [layer.run for block in model.blocks for layer in block.mlp.sparse]
+        runs = [layer.run for block in model.blocks for layer in block.sparse]
         assert all(run is not None for run in runs) == is_known
         assert (model.backend.run_blocks is not None) == is_known
         assert uses_only(model.config, (*FUSED_FIELDS, "experts")) == is_known  # what Triton's installer asks

@@ -47,7 +47,7 @@ def random_member(family: str, seed: int, wide: bool = False):
     """A config of transformers with random sizes and fields. wide: the sizes are multiples of 32."""
     rng = random.Random(f"{family} {seed}")
     K, group, E = (1, 3, 32) if wide else (rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), 2 * rng.randint(4, 13))
-    D = K * group * E if wide or family not in ("gemma3", "gemma4", "ministral3") else 2 * rng.randint(11, 37)
+    D = K * group * E if wide or not family.startswith(("gemma", "ministral3")) else 2 * rng.randint(11, 37)
     if family == "gemma3":
         D -= D % (K * group)  # which transformers requires
     layers, window = rng.randint(2, 5), rng.randint(2, 50)
@@ -63,8 +63,8 @@ def random_member(family: str, seed: int, wide: bool = False):
         scalar = E if seed % 2 else rng.randint(5, 40)  # E in most models; a GGUF file means E
         more = {"head_dim": E, "query_pre_attn_scalar": scalar, "layer_types": kinds}
         return conftest.GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
-    if family == "gemma4":
-        return gemma4(rng, seed, sizes | biased, E, kinds, wide)
+    if family.startswith("gemma4"):
+        return gemma4(rng, family, seed, sizes | biased, E, kinds, wide)
     if family == "phi3":
         part = rng.choice([1.0, 0.5, 0.75])
         plain = {"rope_type": "default", "rope_theta": 1e4}
@@ -119,8 +119,8 @@ def random_member(family: str, seed: int, wide: bool = False):
     return conftest.OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
 
 
-def gemma4(rng: random.Random, seed: int, sizes: dict, E: int, kinds: list, wide: bool):
-    """A dense config of either type, with one window for all, shorter than most prompts. A GGUF file has no biases."""
+def gemma4(rng: random.Random, family: str, seed: int, sizes: dict, E: int, kinds: list, wide: bool):
+    """A config of either type, with one window for all, shorter than most prompts. A GGUF file has no biases."""
     H = sizes["num_attention_heads"]
     full = {"rope_type": "proportional", "rope_theta": rng.choice([1e6, 2e4])}
     full |= {"partial_rotary_factor": rng.choice([0.25, 0.5, 0.3])}
@@ -129,7 +129,10 @@ def gemma4(rng: random.Random, seed: int, sizes: dict, E: int, kinds: list, wide
     sizes |= {"attention_k_eq_v": seed % 4 < 2, "final_logit_softcapping": rng.choice([None, 3.0])}
     sizes |= {"num_global_key_value_heads": rng.choice([n for n in range(1, H + 1) if H % n == 0] + [None])}
     sizes |= {"sliding_window": rng.randint(2, 50), "rope_parameters": rope, "attention_bias": seed == 5}
-    if seed % 2:
+    if family == "gemma4_moe":
+        sizes |= experts(rng, family, len(kinds), wide) | {"enable_moe_block": True}
+        sizes["top_k_experts"] = sizes.pop("num_experts_per_tok")
+    elif seed % 2:
         return conftest.GEMMA4_UNIFIED(**sizes)
     return conftest.GEMMA4(**sizes, hidden_size_per_layer_input=0)
 
@@ -153,6 +156,8 @@ def experts(rng: random.Random, family: str, layers: int, wide: bool) -> dict:
     if family == "mixtral":
         return fields
     fields["moe_intermediate_size"] = 32 if wide else 2 * rng.randint(4, 16)
+    if family == "gemma4_moe":
+        return fields
     if family == "qwen35_moe":
         return fields | {"shared_expert_intermediate_size": 96 if wide else 2 * rng.randint(4, 16)}
     for_gguf = wide or rng.random() < 0.5
@@ -192,6 +197,7 @@ FAMILIES = (
     "nanochat",
     *EXPERTS,
     "gemma4",
+    "gemma4_moe",
 )
 
 
@@ -252,6 +258,7 @@ HOW = ("alone", "beside others", "plain torch", "lookup", "self draft")
 PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i % 5], HOW[(i + 2) % 5])]
 PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
 PAIRS += [("gemma4", "lookup"), ("gemma4", "self draft"), ("gemma4", "beside others")]
+PAIRS += [("gemma4_moe", "lookup"), ("gemma4_moe", "self draft"), ("gemma4_moe", "beside others")]
 PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft"), ("lfm2", "lookup"), ("lfm2", "beside others")]
 # Recurrent states cannot be taken back by several passes.
 PAIRS = [(family, how) for family, how in PAIRS if not (how == "self draft" and family.startswith(("lfm2", "qwen35")))]
@@ -270,7 +277,7 @@ def test_a_family_in_combination(member, family, how):
 
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
-FORMATS |= dict.fromkeys(("gemma4", "qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
+FORMATS |= dict.fromkeys(("gemma4", "gemma4_moe", "qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
 FORMATS |= {"qwen35": "int4", "lfm2": "int4", "mixtral": "int8", "qwen3_moe": "int4", "qwen35_moe": "int4"}
 
 

@@ -152,6 +152,8 @@ class Experts:
             raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
         if self.choice_bias and self.scoring != "sigmoid":
             raise ValueError("choice_bias needs scoring 'sigmoid'")
+        if self.beside_mlp and self.shared_dim:
+            raise ValueError(f"experts beside an MLP have no shared expert, not one of width {self.shared_dim}")
 
     def of_rank(self, shard) -> "Experts":
         """The sizes of one rank's part (shard: a tp.Shard)."""

@@ -42,7 +42,7 @@ STATES = ("mixers.recurrent.Tail.write_tail", "mixers.recurrent.Tail.read_tail",
 EXPERTS = (
     "mixers.experts.SparseMLP.forward",
     "mixers.experts.SparseMLP.normed",
-    "mixers.experts.SparseMLP.logits",
+    "mixers.experts.SparseMLP.router_input",
     "mixers.experts.SparseMLP.choose",
     "mixers.experts.SparseMLP.count",
     "layers.Router.forward",
@@ -145,11 +145,11 @@ layers.MatrixLayer.multiply_expert c5ef583c3674 41bc847319b0
 layers.RMSNorm.forward cd19c72a6abf 11aa9cd73518
 layers.Router.forward 089eda3f4b72 4c54d1c039bb
 layers.gated aeeaf0912bb9 808f013a0d33
-mixers.experts.SparseMLP.choose aad9c0c1fab6 eedbe527ce79
+mixers.experts.SparseMLP.choose fead8cc27eab eee7459a7813
 mixers.experts.SparseMLP.count 59d5267662a1 88debef37853
 mixers.experts.SparseMLP.forward 129f5e82b5a1 fa9cb1ebbc9e
-mixers.experts.SparseMLP.logits 675e92990064 16fc82c616ef
 mixers.experts.SparseMLP.normed c0c20cc93ba5 2accf0e8efa8
+mixers.experts.SparseMLP.router_input e752402f61b4 dc17de9cab97
 mixers.experts.run_experts 711c60f85c04 0d5d42120b09
 mixers.mtp.MTPLayer.join f8ec4370faf4 6b7e69c173f5
 mixers.mtp.MTPLayer.read a84e3f13852e c872c4f488ba

@@ -443,7 +443,7 @@ define(
 )
 define(
     "choose_experts(Tensor logits, Tensor input_pos, int X, int k, bool normalized, str scoring='softmax', "
-    "Tensor? choice_bias=None, float scale=1.0) -> (Tensor, Tensor)",
+    "Tensor? choice_bias=None, float scale=1.0, Tensor? scales=None) -> (Tensor, Tensor)",
     lambda logits, input_pos, X, k, *rest: (
         logits.new_empty((*input_pos.shape, k), dtype=torch.int64),
         logits.new_empty((*input_pos.shape, k)),
@@ -451,7 +451,7 @@ define(
 )
 define(
     "expert_mlp(Tensor x, Tensor ids, Tensor weights, Tensor(a!) counts, Tensor gate_up, Tensor? gate_up_scales, "
-    "Tensor down, Tensor? down_scales, Tensor? shared, Tensor logits, int hidden, int[] bits, int[] groupsizes) "
-    "-> Tensor",
+    "Tensor down, Tensor? down_scales, Tensor? shared, Tensor logits, int hidden, int[] bits, int[] groupsizes, "
+    "bool gelu=False) -> Tensor",
     empty_like_first,
 )

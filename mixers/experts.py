@@ -123,14 +123,14 @@ class SparseMLP(FeedForward):
         """What the experts multiply."""
         return x if self.norm is None else self.norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """The router's logits (B,S,X) of tokens x (B,S,D)."""
-        return self.router(x if self.norm is None else self.router_norm(x.float()))
+    def router_input(self, x: Tensor) -> Tensor:
+        """What the router multiplies, in float32."""
+        return x.float() if self.norm is None else self.router_norm(x.float())
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of the experts of tokens x (B,S,D), (B,S,k) int64, and their weights (B,S,k)
         float32."""
-        logits = self.logits(x)
+        logits = self.router(self.router_input(x))  # (B,S,X)
         scores = logits.sigmoid() if self.config.scoring == "sigmoid" else logits
         preferences = scores if self.choice is None else scores + self.choice.bias
         # torch.topk says nothing about the order of equal numbers.

@@ -47,9 +47,7 @@ def fill(module, seed, dtype=torch.float32):
         weight = numbers(*tensor.shape, seed=1000 * seed + i) * tensor.shape[-1] ** -0.5
         if name.endswith(("norm.weight", "scales.weight")):
             weight = weight + 1
-        in_float = name.endswith(
-            ("router.weight", "router_norm.weight", "shared_gate.weight", "choice.bias", "scales.weight")
-        )
+        is_float32 = ("router.weight", "router_norm.weight", "shared_gate.weight", "scales.weight", "choice.bias")
         state[name] = weight if name.endswith(is_float32) else weight.to(dtype)
     module.load_state_dict(state, assign=True)
     return module

@@ -14,7 +14,9 @@
 
 namespace fastpath {
 
-// ---------------------------------------------------------------- norms: one thread per row, sums in float32. vectors.h has RMSNorm
+// ---------------------------------------------------------------- norms: one thread per row, sums in float32
+
+// rms_norm_row is in vectors.h, because experts.h uses it, too.
 
 template <class T, class W>
 void layer_norm_row(const T* x, const W* w, const W* bias, T* out, int64_t D, float eps) {

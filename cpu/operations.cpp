@@ -641,10 +641,8 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         block.experts.positions = call.input_pos.template const_data_ptr<int64_t>();
         block.experts.counts = counts.template data_ptr<int64_t>();
         work += p.experts->multiply_adds(M);
-      } else {
-        work += M * (p.up.N * D + p.down.C * D);
       }
-      work += M * (p.qkv.N * D + p.out.C * D);
+      work += M * (p.qkv.N + p.out.C + p.up.N + p.down.C) * D;
       all.push_back(block);
     }
 

@@ -290,7 +290,16 @@ def test_opcheck(dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-gqa-biased", "ministral3-gqa", "gemma4-tied", "qwen35-grouped", "lfm2-tied", "qwen35-moe-5"]
+    "name",
+    [
+        "llama-gqa-biased",
+        "ministral3-gqa",
+        "gemma4-tied",
+        "gemma4-moe-8",
+        "qwen35-grouped",
+        "lfm2-tied",
+        "qwen35-moe-5",
+    ],
 )
 @pytest.mark.slow
 def test_opcheck_of_blocks(tiny, name):
@@ -454,7 +463,8 @@ def test_attention_refuses_what_lies_outside_the_cache():
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
-MODELS += [("gemma4-untied", None), ("gemma4-tied", None)]
+MODELS += [("gemma4-untied", None), ("gemma4-tied", None), ("gemma4-moe-5", None), ("gemma4-moe-8", None)]
+MODELS += [("gemma4-moe-5", Quantization("int4", 32, "int8"))]
 
 
 def write_aligned(directory: Path, tied: bool):
@@ -500,7 +510,7 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
 
 
 INVARIANT = [("qwen3-gqa", Quantization("int8", 32, "int4")), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
-INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8"))]
+INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8")), ("gemma4-moe-5", Quantization("int4", 0, "int8"))]
 INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-tied", "aligned-untied")]
 
 
@@ -965,7 +975,7 @@ def test_under_sanitizers(tmp_path, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma4-tied", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
+@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma4-moe-5", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
 def test_a_copy_is_a_model_of_its_own(tiny, name, dtype):
     """It computes the same bits, also without the original, and other weights change only the model they are in."""
     model = load_model(tiny(name)[2], dtype=dtype)

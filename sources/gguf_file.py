@@ -204,7 +204,7 @@ class GgufFile:
         dim = self.hyper("embedding_length")
         full_head_dim = self.hyper("attention.key_length", dim // n_head)
         head_dim = self.hyper("attention.key_length_swa", full_head_dim)
-        for kind, width in (("", full_head_dim), ("_swa", head_dim)):
+        for kind, width in (("_swa", head_dim), ("", full_head_dim)):
             if self.hyper(f"attention.value_length{kind}", width) != width:
                 self.refuse(f"attention.value_length{kind}", f"is not the key_length {width}, which is not supported")
             rotary_dim = self.hyper(f"rope.dimension_count{kind}", width)
@@ -238,7 +238,7 @@ class GgufFile:
             norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
-            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            rotary_dim=None if rotary_dim == full_head_dim else rotary_dim,
             query_scale_beta=self.nonzero("attention.temperature_scale", None),
             tied_embeddings="output.weight" not in shapes,
             qkv_bias="attn_q.bias" in kinds,

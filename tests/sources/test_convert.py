@@ -30,6 +30,7 @@ from gguf_writer import bpe_fields, llama3_divisors, sentencepiece_fields, write
 from programs import main
 from safetensors.torch import load_file, save, save_file
 from texts import strings
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 import convert_hf_checkpoint
@@ -646,6 +647,41 @@ def test_gguf_sentencepiece_tokenizer(tmp_path, sentencepiece_folder, tiny):
         assert ours.encode(text) == [1, *library.encode(text)], repr(text)
         assert ours.decode(ours.encode(text)) == library.decode(library.encode(text))
     assert 1 in ours.encode("a<s>b")[1:]
+
+
+def character_level() -> Library:
+    """A small BPE on characters with bytes for unknown ones, as in Gemma's tokenizer.json."""
+    library = Library(models.BPE())
+    library.normalizer = normalizers.Replace(" ", "\u2581")
+    library.pre_tokenizer = pre_tokenizers.Split(Regex("\n+|\u2581*[^\n\u2581]*"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", '<|"|>']
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, limit_alphabet=90, show_progress=False)
+    library.train_from_iterator(strings(n=150), trainer)
+    description = json.loads(library.to_str())
+    vocabulary = description["model"]["vocab"]
+    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+    description["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+    description["added_tokens"][-1]["special"] = False
+    library = Library.from_str(json.dumps(description))
+    library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return library
+
+
+def test_gguf_tokenizer_on_characters(tmp_path, tiny):
+    library = character_level()
+    fields = bpe_fields(library, None, model="gemma4", bos_token_id=2, add_bos_token=False)
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = {'<|"|>': 4} | {token: 6 for token in tokens if token.startswith("<0x")}
+    fields["tokenizer.ggml.token_type"] = [kinds.get(token, 3 if i < 5 else 1) for i, token in enumerate(tokens)]
+    write_gguf(tmp_path / "x.gguf", tiny("llama-mha")[0], fields)
+    ours = Tokenizer(convert(open_gguf(tmp_path / "x.gguf"), tmp_path / "out", torch.float32))
+    for text in [*strings(["<turn|>", '<|"|>']), "a\n\n\nb", "\u2581 <0x41>"]:
+        expected = library.encode(text).ids
+        assert ours.encode(text) == [2, *expected], repr(text)
+        assert ours.decode(expected) == library.decode(expected), repr(text)
+    assert ours.eos_ids == (1, 4)
+    assert any(tokens[i] in kinds for i in ours.encode("\U0001f600"))
 
 
 @pytest.mark.parametrize("changes", [

@@ -87,20 +87,22 @@ def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict
     tensors = record(model)
     tensors["logits"] = model(torch.tensor([ids]), torch.arange(len(ids))[None], all_logits=True)
 
-    H, K, E = model.config.heads
-    gates = H * E if model.config.attention_gate else 0  # they follow the queries
     for i, block in enumerate(model.blocks):
         parts = {}
         if block.mlp_name == "mlp":
             gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
             parts = {"mlp.gate": gate, "mlp.up": up}
         if not block.mixer.state.is_recurrent:
-            q, _, k, v = tensors[f"blocks.{i}.attention.qkv"].split([H * E, gates, K * E, K * E], dim=-1)
+            H, K, E = model.config.heads(i)
+            gates = H * E if model.config.attention_gate else 0  # they follow the queries
+            qkv = tensors[f"blocks.{i}.attention.qkv"]
+            q, _, k = qkv[..., : (H + K) * E + gates].split([H * E, gates, K * E], dim=-1)
+            v = qkv[..., -K * E :]  # the keys, if they are the values, too
             keys = block.mixer.cache.k[:, :, : len(ids)]  # (1,K,S,E)
             parts |= {"attention.q": q, "attention.k": k, "attention.v": v, "attention.k_cache": keys}
         tensors |= {f"blocks.{i}.{name}": part for name, part in parts.items()}
 
-    if model.config.rotary_dim not in (None, E):
+    if model.config.rotary_dim not in (None, model.config.head_dim):
         # Our heads have the elements that are rotated in another order.
         for name in [name for name in tensors if re.search(r"attention\.([qk]|[qk]_norm|k_cache)$", name)]:
             del tensors[name]

@@ -151,7 +151,7 @@ def cases(everything: bool):
     yield "plan", kt.plan_kernel, half, {"BLOCK_X": 512}, EXPERT_KINDS, 4, 3
     yield "expert_sum", kt.expert_sum_kernel, half, {"BLOCK_D": 1024}, EXPERT_KINDS, 4, 3
 
-    for E in (64, 80, 96, 128, 256) if everything else (128,):
+    for E in (64, 80, 96, 128, 256, 512) if everything else (128,):
         yield from attention_cases(E, ", window, ALiBi", {"HEADS_PER_KV": 1, "WINDOW": True})
         if everything:
             yield from attention_cases(E, "", {"HEADS_PER_KV": 4, "WINDOW": False, "slopes": None})
@@ -171,7 +171,7 @@ def cases(everything: bool):
     if everything:
         many = many | {"BITS": 8, "GROUPSIZE": 0}
         yield "matmul int8", kt.matmul_kernel, half, many, quantized | {"scales": "fp16"}, 4, 3
-        for E in (128, 256):
+        for E in (128, 256, 512):
             settings = {"HEADS_PER_KV": 4, "WINDOW": False, "slopes": None}
             yield from attention_cases(E, " fp32", settings, torch.float32)
         layer_norm = {"SUBTRACT_MEAN": True, "BLOCK_D": 16384}

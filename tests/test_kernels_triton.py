@@ -521,8 +521,9 @@ MODELS = [("mistral-gqa", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))
 MORE_MODELS = [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 MORE_MODELS += [("mistral-window", None), ("llama-yarn", Quantization("int4", 32, "int4")), ("smollm3-tied", None)]
 MORE_MODELS += [("llama-gqa-biased", None), ("phi3-partial", Quantization("int4", 32, "int8"))]
-NOT_FUSED = ("bloom", "gemma3", "granite", "lfm2", "ministral3", "olmo", "qwen35")  # these run operation by operation
+NOT_FUSED = ("bloom", "gemma", "granite", "lfm2", "ministral3", "olmo", "qwen35")  # these run operation by operation
 MORE_MODELS += [("gemma3-untied", None), ("gemma3-tied", Quantization("int4", 32, "int8")), ("olmo2-gqa", None)]
+MORE_MODELS += [("gemma4-tied", None), ("gemma4-unified", Quantization("int4", 32, "int8"))]
 MORE_MODELS += [("olmo3-yarn", Quantization("int8", 32, "int8")), ("granite-biased", None)]
 MORE_MODELS += [("ministral3-gqa", None), ("qwen35-grouped", None), ("lfm2-tied", None)]
 

@@ -147,10 +147,12 @@ def test_config_refuses_impossible_sizes():
     good = dict(n_layer=1, n_head=4, n_kv_head=2, head_dim=8, dim=12, hidden_dim=20, vocab_size=9, max_seq_length=7)
     bad = {"n_kv_head": 3, "head_dim": 7, "dim": 0, "n_layer": "2", "rope_base": -1, "norm": "batch", "alibi": 1}
     bad |= {"n_token": 10, "sliding_window": 0, "sliding_layers": (1,), "norm_eps": math.nan}
-    bad |= {"layers_without_rope": (1,), "tied_embeddings": "no"}
+    bad |= {"layers_without_rope": (1,), "tied_embeddings": "no", "full_kv_head": 3, "full_head_dim": 6}
     for field, value in bad.items():
         with pytest.raises(ValueError, match=field):
             Config(**good | {field: value})
+    with pytest.raises(ValueError, match="full_head_dim 9 is odd"):
+        Config(**good, full_head_dim=9, sliding_window=2, sliding_layers=(0,), sliding_rope_base=1e4)
     net, conv = DeltaNet((0,), 1, 2, 4, 4), ShortConv((0,), 12)
     with pytest.raises(ValueError, match="delta_net and short_conv are both given; a model has one kind"):
         Config(**good, delta_net=net, short_conv=conv)

@@ -53,6 +53,15 @@ def test_roofline_of_a_window_sees_no_further(tiny_model):
     assert replace(config, sliding_layers=()).window(0) is None, "no layer; None would be all"
 
 
+def test_the_bound_of_heads_that_differ_by_layer(tiny_model):
+    """Five layers with windows of 13 have 3 key heads of width 12, two have 2 of width 20; 6 query heads."""
+    model = tiny_model("gemma4-tied")
+    assert model.kv_bytes([37, 4]) == 2 * 4 * (5 * (13 + 4) * 3 * 12 + 2 * (37 + 4) * 2 * 20)
+    more, few = (roofline(model.config, 1e9, context=n)["flops_per_token"] for n in (37, 0))
+    assert more - few == 4 * 6 * (5 * 13 * 12 + 2 * 37 * 20)
+    assert model.cache_bytes(2, 24, torch.float32) == 2 * 32 * 2 * 4 * (5 * 3 * 12 + 2 * 2 * 20)
+
+
 def test_the_bound_counts_the_states_of_all_rows():
     found = roofline(Config(3, 4, 2, 6, 35, 44, 97, 900, delta_net=NARROW), 1e9, context=9, rows=3)
     read = sum(found[f"{part}_bytes_per_token"] for part in ("weight", "kv", "state"))

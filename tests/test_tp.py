@@ -21,7 +21,7 @@ from tp_worker import PROMPTS, outcome
 
 from checkpoint import Writer, empty_model, open_directory
 from cli import UserError
-from config import Config, DeltaNet, Experts, RopeScaling, ShortConv
+from config import MAX_NUMBER, Config, DeltaNet, Experts, RopeScaling, ShortConv
 from drafts.loading import Drafts
 from engine import SingleProcess
 from formats import FORMATS, Quantization, QuantizedLinear, quantize_model
@@ -42,6 +42,9 @@ SMOLLM3 = LLAMA | {"layers_without_rope": (1,)}
 WINDOW = LLAMA | {"sliding_window": 7}
 GEMMA3 = WINDOW | {"norm_placement": "both", "mlp": "geglu", "qk_norm": True, "sliding_layers": (0,)}
 GEMMA3 |= {"sliding_rope_base": 3e3, "embedding_scale": 6.5, "attention_scale": 0.3, "float32_norms": True}
+GEMMA4 = GEMMA3 | {"n_layer": 3, "sliding_layers": (0, 2), "full_head_dim": 32, "full_keys_as_values": True}
+GEMMA4 |= {"full_kv_head": 1, "rope_scaling": RopeScaling("factors", factors=(1.0,) * 5 + (MAX_NUMBER,) * 11)}
+GEMMA4 |= {"value_norm": True, "layer_scale": True, "attention_scale": 1.0, "logits_softcap": 7.0}
 OLMO2 = LLAMA | {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 GRANITE = LLAMA | {"residual_scale": 0.3, "logits_scale": 0.7, "embedding_scale": 2.0, "attention_scale": 0.2}
 LONGROPE = RopeScaling("longrope", original_max_seq_length=15, factors=(1.5,) * 5, long_factors=(3.0,) * 5)
@@ -83,6 +86,8 @@ CASES = {
     "4 llama, K on two each, int8": (4, LLAMA, 8, 2, 16, 56, 230, False, ("int8", 32, "int8"), "auto", False),
     "4 qwen2, K split, int4": (4, QWEN2, 12, 4, 64, 70, 256, True, ("int4", 64, "int4"), "auto", False),
     "2 gemma3, K on both": (2, GEMMA3, 4, 1, 18, 42, 58, False, None, "auto", False),
+    "2 gemma4, K split or on both, int4": (2, GEMMA4, 4, 2, 16, 54, 96, True, ("int4", 32, "int8"), "auto", False),
+    "3 gemma4, K split or copied": (3, GEMMA4 | {"full_kv_head": 2}, 6, 3, 14, 42, 58, False, None, "auto", False),
     "3 olmo2, K copied, int8": (3, OLMO2, 6, 2, 14, 62, 99, False, ("int8", 0, "int8"), "auto", False),
     "2 olmo2, K split": (2, OLMO2, 4, 2, 16, 34, 70, False, None, "torch", False),
     "3 granite": (3, GRANITE, 3, 3, 8, 30, 52, False, None, "auto", False),

@@ -93,6 +93,56 @@ def test_real_configs_are_read_without_a_warning(name, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def gemma4_config(directory, layers=3, **changes):
+    """The Config of Gemma 4 31B with these fields in its text_config; ... leaves a field out."""
+    fields = json.loads((CONFIGS / "transformers5__Gemma-4-31B.json").read_text())
+    kinds = fields["text_config"]["layer_types"][6 - layers : 6]
+    text = fields["text_config"] | {"num_hidden_layers": layers, "layer_types": kinds, "per_layer_config": ...}
+    text |= changes
+    fields["text_config"] = {name: value for name, value in text.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return hf_config(directory)
+
+
+PUBLISHED = {"global_head_dim": 48, "num_global_key_value_heads": 2}  # names in published files
+GEMMA4_HEADS = {
+    "published": (PUBLISHED, (48, 2)),
+    "the default": ({}, (512, 16)),
+    "null": ({"global_head_dim": None, "num_global_key_value_heads": None}, (512, 16)),
+    "no heads of their own without k = v": (PUBLISHED | {"attention_k_eq_v": False}, (48, 16)),
+    "saved": ({"per_layer_config": {"02": {"head_dim": 40, "num_key_value_heads": 8}}}, (40, 8)),
+    "saved, all alike": ({"per_layer_config": {}}, (256, 16)),
+}
+
+
+@pytest.mark.parametrize("fields, expected", GEMMA4_HEADS.values(), ids=GEMMA4_HEADS)
+def test_heads_of_gemma4(tmp_path, fields, expected):
+    config = gemma4_config(tmp_path, **fields)
+    text = transformers.AutoConfig.from_pretrained(tmp_path).text_config.per_layer_config
+    assert (text[2].head_dim, text[2].num_key_value_heads) == expected
+    assert [config.heads(i) for i in range(3)] == [(32, 16, 256), (32, 16, 256), (32, expected[1], expected[0])]
+
+
+def test_the_last_layer_of_gemma4_does_not_slide(tmp_path):
+    config = gemma4_config(tmp_path, layer_types=["sliding_attention"] * 3)
+    assert [config.window(i) for i in range(3)] == [1024, 1024, None]
+    assert transformers.AutoConfig.from_pretrained(tmp_path).text_config.layer_types[2] == "full_attention"
+
+
+@pytest.mark.parametrize("fields, why", [
+    ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input = null is not supported .* expected 0"),
+    ({"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1 is not supported"),
+    ({"enable_moe_block": True}, "enable_moe_block = true is not supported"),
+    ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all" is not supported'),
+    ({"per_layer_config": {"0": {"head_dim": 40}}}, "per_layer_config = .* must change the heads of all layers"),
+    ({"per_layer_config": {"2": {"sliding_window": 4}}}, "per_layer_config = .* must change the heads of all layers"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "proportional"}}}, "wrong type or size"),
+])  # fmt: skip
+def test_fields_of_gemma4_that_are_refused(tmp_path, fields, why):
+    with pytest.raises(UserError, match=why):
+        gemma4_config(tmp_path, **fields)
+
+
 # The fields of LFM2's files, besides those that transformers 5 writes. Some of them have two names.
 OLD_LFM2 = {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "block_norm_eps": 1e-5}
 OLD_LFM2 |= {"block_mlp_init_scale": 1.0, "block_out_init_scale": 1.0, "block_use_swiglu": True, "use_pos_enc": True}

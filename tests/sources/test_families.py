@@ -343,6 +343,14 @@ MULTIMODAL = {
     "mistral": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "ministral3": (transformers.Mistral3Config, {"model_type": "pixtral", "head_dim": 8}),
     "gemma3_text": (transformers.Gemma3Config, {"model_type": "siglip_vision_model"}),
+    "gemma4_text": (
+        transformers.Gemma4Config,
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8},
+    ),
+    "gemma4_unified_text": (
+        transformers.Gemma4UnifiedConfig,
+        {"model_type": "gemma4_unified_vision", "mm_embed_dim": 50, "mm_posemb_size": 6},
+    ),
     "qwen3_5_text": (transformers.Qwen3_5Config, {"model_type": "qwen3_5"}),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeConfig, {"model_type": "qwen3_5_moe_vision"}),
     "lfm2": (transformers.Lfm2VlConfig, {"model_type": "siglip2_vision_model", "num_patches": 4}),
@@ -360,7 +368,7 @@ def save_multimodal(name, directory):
 
 
 MULTIMODAL_NAMES = ["mistral-gqa", "ministral3-window", "gemma3-untied", "qwen35-grouped", "lfm2-tied", "lfm2-biased"]
-MULTIMODAL_NAMES += ["qwen35-moe-5"]
+MULTIMODAL_NAMES += ["qwen35-moe-5", "gemma4-tied", "gemma4-unified"]
 
 
 @pytest.mark.parametrize("name", MULTIMODAL_NAMES)

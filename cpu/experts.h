@@ -17,9 +17,10 @@ struct Activation {
   bool gated;  // the result is multiplied by `up`
   enum { SILU, GELU, RELU2 } kind;
 };
+constexpr Activation SWIGLU{.gated = true, .kind = Activation::SILU};
 
 inline Activation activation_named(std::string_view name) {
-  if (name == "swiglu") return {.gated = true, .kind = Activation::SILU};
+  if (name == "swiglu") return SWIGLU;
   if (name == "geglu") return {.gated = true, .kind = Activation::GELU};
   if (name == "gelu") return {.gated = false, .kind = Activation::GELU};
   TORCH_CHECK(name == "relu2", "activation ", name, " is not known");

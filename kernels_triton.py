@@ -57,14 +57,13 @@ from cli import print_status
 from config import Config
 from edits import set_aside, unusable_operations
 from formats import QuantizedEmbedding, QuantizedLinear, StackedLinear, repeat_groups
-from kernels import DELTA_WINDOW, KERNELS, LIBRARY, MAX_DECODE_TOKENS, find_kernels
+from kernels import DELTA_WINDOW, KERNELS, LIBRARY, MAX_DECODE_TOKENS, attention_torch, find_kernels
 from layers import MatrixLayer
 from model import Block, Transformer
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware computes exp2
 # Rows of activations in a tile: the fewest that a tensor core takes. Missing rows are zeros.
 TILE_M = tl.constexpr(8)
-QUERIES = tl.constexpr(32)  # queries in a tile of decode attention; a query is one head of one token
 CHUNK = tl.constexpr(64)  # cache slots in a step of attention
 # Programs that share the chunks of a row in decode: chunk c belongs to split c % SPLITS.
 SPLITS = tl.constexpr(64)
@@ -162,7 +161,7 @@ def cache_row(rows, b):
 @triton.jit(do_not_specialize=["S", "T"])
 def decode_kernel(
     q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
-    HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_E: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Flash-decoding: a tile of queries of one key/value head attends to one split of the chunks of
     its row.
@@ -1145,6 +1144,8 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
     K, T = k_cache.shape[1:3]
     group = H // K
     block = max(16, triton.next_power_of_2(E))
+    if block > 256 and q.dtype == torch.float32:  # tiles of such heads do not fit into the registers
+        return attention_torch(q, k_cache, v_cache, input_pos, rows, slopes, window, scale)
     settings = {"HEADS_PER_KV": group, "BLOCK_E": block, "WINDOW": window is not None}
     window = window or 0
     scale = scale * LOG2E.value
@@ -1157,8 +1158,8 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
             splits = SPLITS.value
             parts = q.new_empty(B, S, H, splits, E, dtype=torch.float32)
             stats = q.new_empty(B, S, H, splits, 2, dtype=torch.float32)
-            grid = (splits, triton.cdiv(S * group, QUERIES.value), B * K)
             settings |= decode_tiles(block, q.dtype)
+            grid = (splits, triton.cdiv(S * group, settings["QUERIES"]), B * K)
             decode_kernel[grid](
                 q, k_cache, v_cache, input_pos, rows, slopes, parts, stats, S, T, H, E, scale, window,
                 **settings,
@@ -1179,19 +1180,24 @@ def attention(q, k_cache, v_cache, input_pos, rows, slopes, window, scale):
 
 
 def decode_tiles(block_e: int, dtype: torch.dtype) -> dict:
+    """QUERIES: queries in a tile; a query is one head of one token."""
     key_bytes = block_e * dtype.itemsize
+    if block_e > 256:
+        return {"QUERIES": 16, "num_warps": 8, "num_stages": 1}
     if key_bytes > 512:
-        return {"num_warps": 8, "num_stages": 1}
+        return {"QUERIES": 32, "num_warps": 8, "num_stages": 1}
     if key_bytes > 256:
-        return {"num_warps": 8, "num_stages": 2}
+        return {"QUERIES": 32, "num_warps": 8, "num_stages": 2}
     if key_bytes == 256:
-        return {"num_warps": 4, "num_stages": 2}
-    return {"num_warps": 4, "num_stages": 3}
+        return {"QUERIES": 32, "num_warps": 4, "num_stages": 2}
+    return {"QUERIES": 32, "num_warps": 4, "num_stages": 3}
 
 
 def prefill_tiles(block_e: int, dtype: torch.dtype) -> dict:
     if dtype == torch.float32:  # without tensor cores, the operands of products fill the registers
         return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 4, "num_stages": 1 if block_e > 128 else 2}
+    if block_e > 256:
+        return {"BLOCK_S": 32, "WIDTH": 32, "num_warps": 8, "num_stages": 1}
     if block_e > 128:
         return {"BLOCK_S": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_S": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}

@@ -383,7 +383,7 @@ def gemma4_fields(fields: Fields) -> dict:
     sliding = layers_of_kind(fields, "sliding_attention", all_but_every(6, n_layer))
     sliding = [i for i in sliding if i < n_layer - 1]  # the last layer has full attention, whatever the fields say
     keys_as_values = fields.take("attention_k_eq_v", False)
-    heads = gemma4_full_heads(fields, [i for i in range(n_layer) if i not in sliding], keys_as_values)
+    heads = gemma4_full_heads(fields, sorted({*range(n_layer)} - {*sliding}), keys_as_values)
 
     found = shared_fields(fields, heads["head_dim"], by_kind=True) | attention_bias(fields) | sliding_rope(fields)
     return (
@@ -421,7 +421,7 @@ def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -
     by_layer = {int(layer): usual | values for layer, values in by_layer.items()}
     full = by_layer.get(layers[-1], usual)
     others = {i for i, values in by_layer.items() if values != usual} - {*layers}
-    if others or any(by_layer.get(i, usual) != full for i in layers):
+    if others or full.keys() != usual.keys() or any(by_layer.get(i, usual) != full for i in layers):
         fields.refuse("per_layer_config", "must change the heads of all layers with full attention, and all alike")
     return full
 

@@ -202,21 +202,6 @@ class GgufFile:
         kinds = {name.split(".", 2)[-1] for name in shapes}  # blk.0.attn_q.bias: attn_q.bias
         n_head = self.per_layer("attention.head_count")
         dim = self.hyper("embedding_length")
-        full_head_dim = self.hyper("attention.key_length", dim // n_head)
-        head_dim = self.hyper("attention.key_length_swa", full_head_dim)
-        for kind, width in (("_swa", head_dim), ("", full_head_dim)):
-            if self.hyper(f"attention.value_length{kind}", width) != width:
-                self.refuse(f"attention.value_length{kind}", f"is not the key_length {width}, which is not supported")
-            rotary_dim = self.hyper(f"rope.dimension_count{kind}", width)
-            if rotary_dim != width and not self.family.partial_rotary:
-                self.refuse(f"rope.dimension_count{kind}", f"rotates a part of each head ({width}): not supported")
-
-        sliding = self.sliding_layers() or ()
-        full = [i for i in range(self.n_layer) if i not in sliding]
-        keys_as_values = self.family.keys_as_values and not any(f"blk.{i}.attn_v.weight" in shapes for i in full)
-        full_kv_head = None
-        if sliding and full:
-            full_kv_head = self.per_layer("attention.head_count_kv", n_head, layers=full)
         scaling, context = self.rope()
         experts = self.experts()
         width = [] if experts is None else [experts.hidden_dim]  # where no layer has an MLP
@@ -224,12 +209,6 @@ class GgufFile:
             self.path,
             n_layer=self.n_layer,
             n_head=n_head,
-            # 0: no layer has attention
-            n_kv_head=self.per_layer("attention.head_count_kv", n_head, layers=sliding or None) or n_head,
-            head_dim=head_dim,
-            full_head_dim=None if full_head_dim == head_dim else full_head_dim,
-            full_kv_head=full_kv_head,
-            full_keys_as_values=keys_as_values,
             dim=dim,
             hidden_dim=self.per_layer("feed_forward_length", *width) or sum(width),
             vocab_size=shapes["token_embd.weight"][0],
@@ -238,7 +217,6 @@ class GgufFile:
             norm_eps=round(self.hyper("attention.layer_norm_rms_epsilon"), 12),
             rope_base=float(self.hyper("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
-            rotary_dim=None if rotary_dim == full_head_dim else rotary_dim,
             query_scale_beta=self.nonzero("attention.temperature_scale", None),
             tied_embeddings="output.weight" not in shapes,
             qkv_bias="attn_q.bias" in kinds,
@@ -256,8 +234,36 @@ class GgufFile:
             residual_scale=self.nonzero("residual_scale", 1.0),
             logits_scale=1 / self.nonzero("logit_scale", 1.0),
             logits_softcap=self.nonzero("final_logit_softcapping", None),
+            **self.heads(n_head, dim),
         )
         return dataclasses.replace(config, **self.family.gguf_fields(config))
+
+    def heads(self, n_head: int, dim: int) -> dict:
+        """The fields of Config about heads, which may differ in layers without a sliding window."""
+        full_head_dim = self.hyper("attention.key_length", dim // n_head)
+        head_dim = self.hyper("attention.key_length_swa", full_head_dim)
+        for kind, width in (("_swa", head_dim), ("", full_head_dim)):
+            if self.hyper(f"attention.value_length{kind}", width) != width:
+                self.refuse(f"attention.value_length{kind}", f"is not the key_length {width}, which is not supported")
+            rotary_dim = self.hyper(f"rope.dimension_count{kind}", width)
+            if rotary_dim != width and not self.family.partial_rotary:
+                self.refuse(f"rope.dimension_count{kind}", f"rotates a part of each head ({width}): not supported")
+
+        sliding = self.sliding_layers() or ()
+        full = [i for i in range(self.n_layer) if i not in sliding]
+        keys_as_values = self.family.keys_as_values and not any(f"blk.{i}.attn_v.weight" in self.infos for i in full)
+        full_kv_head = None
+        if sliding and full:
+            full_kv_head = self.per_layer("attention.head_count_kv", n_head, layers=full)
+        return {
+            # 0: no layer has attention
+            "n_kv_head": self.per_layer("attention.head_count_kv", n_head, layers=sliding or None) or n_head,
+            "head_dim": head_dim,
+            "rotary_dim": None if rotary_dim == full_head_dim else rotary_dim,
+            "full_head_dim": None if full_head_dim == head_dim else full_head_dim,
+            "full_kv_head": full_kv_head,
+            "full_keys_as_values": keys_as_values,
+        }
 
     @property
     def n_layer(self) -> int:

@@ -36,7 +36,8 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
         files.library, add_bos = byte_level_bpe(path, fields)
     elif kind == "gemma4":
         files.library = character_bpe(path, fields)
-        fields["add_bos_token"] = add_bos = True  # as in llama.cpp, whatever the file says
+        add_bos = True
+        fields["add_bos_token"] = True  # as in llama.cpp, whatever the file says
     elif kind == "llama":
         files.model = sentencepiece_model(fields)
         add_bos = True

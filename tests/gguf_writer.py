@@ -249,4 +249,5 @@ def llama3_divisors(config):
 
     exponents = [-2 * i / config.head_dim for i in range(config.head_dim // 2)]
     plain = torch.tensor([config.rope_base**exponent for exponent in exponents])
-    return (plain / rope_frequencies(config.head_dim, *config.rope(0))).numpy()
+    base, scaling, E = config.rope(0)
+    return (plain / rope_frequencies(E, base, scaling)).numpy()

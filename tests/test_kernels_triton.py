@@ -99,7 +99,8 @@ CASES = [
     (BF16, 1, 16, 3, 1, 31, 300, 140, True, False, False), (F32, 2, 2, 1, 1, 10, 5, 1, False, False, False),
     (F32, 2, 17, 2, 1, 16, 20, None, False, False, True), (BF16, 2, 75, 1, 3, 80, 300, 64, False, True, True),
     (F16, 1, 40, 1, 8, 128, 130, None, True, True, False), (F32, 3, 140, 1, 4, 64, 300, None, True, False, True),
-    (F32, 1, 130, 2, 1, 31, 180, 7, True, False, False),
+    (F32, 1, 130, 2, 1, 31, 180, 7, True, False, False), (BF16, 2, 3, 1, 4, 512, 90, None, False, True, True),
+    (BF16, 1, 40, 1, 2, 512, 70, 30, False, False, False), (F32, 1, 3, 2, 1, 260, 40, 9, False, True, True),
 ]  # fmt: skip
 
 

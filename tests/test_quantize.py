@@ -351,11 +351,12 @@ def test_gptq_changes_outputs_less_than_rounding_does(N, C, groupsize):
 
 
 @pytest.mark.slow
-def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["bloom-8", "gemma4-unified"])
+def test_gptq_of_a_whole_model(tiny, tmp_path, monkeypatch, name):
     """Calibrated on text that the model writes. The checkpoint is read like any int4 checkpoint, and on other text its
     outputs are nearer to the model's than those of rounding."""
     monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
-    source, logits = tiny("bloom-8")[2], {}
+    source, logits = tiny(name)[2], {}
     tokens, at = torch.tensor(random_prompts((200,) * 8, seed=5)), torch.arange(200).expand(8, 200)
     for mode in (None, "int4", "int4-gptq"):
         directory = source if mode is None else tmp_path / mode

@@ -342,7 +342,7 @@ def test_shapes_that_do_not_fit_are_refused():
 @given(
     seed=st.integers(0, 2**31), dtype=st.sampled_from(list(DTYPES)), B=st.integers(1, 3), K=st.integers(1, 3),
     S=st.sampled_from([1, 2, 5, 16, 17, 40, 75]), group=st.sampled_from([1, 3, 4, 8]), n=threads,
-    E=st.sampled_from([10, 16, 31, 64, 80, 128]), T=st.sampled_from([1, 5, 17, 64, 130, 300]),
+    E=st.sampled_from([10, 16, 31, 64, 80, 128, 512]), T=st.sampled_from([1, 5, 17, 64, 130, 300]),
     window=st.sampled_from([None, 1, 7, 64, 140]), slopes=st.booleans(), rows=st.booleans(), ragged=st.booleans(),
 )  # fmt: skip
 def test_attention(seed, dtype, B, S, K, group, E, T, window, slopes, rows, ragged, n):

@@ -108,7 +108,7 @@ PUBLISHED = {"global_head_dim": 48, "num_global_key_value_heads": 2}  # names in
 GEMMA4_HEADS = {
     "published": (PUBLISHED, (48, 2)),
     "the default": ({}, (512, 16)),
-    "null": ({"global_head_dim": None, "num_global_key_value_heads": None}, (512, 16)),
+    "null": (PUBLISHED | {"num_global_key_value_heads": None, "rope_parameters": None}, (48, 16)),
     "no heads of their own without k = v": (PUBLISHED | {"attention_k_eq_v": False}, (48, 16)),
     "saved": ({"per_layer_config": {"02": {"head_dim": 40, "num_key_value_heads": 8}}}, (40, 8)),
     "saved, all alike": ({"per_layer_config": {}}, (256, 16)),

@@ -363,7 +363,11 @@ def save_multimodal(name, directory):
     kind, vision = MULTIMODAL[text.model_type]
     vision = vision | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    ours = {"text_config": text.to_dict(), "vision_config": vision, "tie_word_embeddings": text.tie_word_embeddings}
+    ours = {
+        "text_config": text.to_dict() | {"pad_token_id": 0},
+        "vision_config": vision,
+        "tie_word_embeddings": text.tie_word_embeddings,
+    }
     return save_random(kind(**ours), directory, seed=5)
 
 

@@ -34,6 +34,7 @@ from quantize import open_dense
 from sources import gguf_header
 from sources.gguf_file import GgufFile
 from sources.gguf_tokenizer import PRE_TOKENIZERS
+from sources.hf_directory import hf_config
 from sources.opening import open_gguf, open_hf, open_named
 from sources.wheels import default_gguf
 from text.tokenizer import Tokenizer
@@ -640,6 +641,37 @@ def test_other_tensors_are_left_out_of_every_family_if_rope_is_known(file, tiny,
         with_fields(path, **{"gemma3.rope.freq_base": None}).config()
     with pytest.raises(UserError, match="gemma3.rope.local.freq_base = 10000.0 is not known"):
         with_fields(path, **{"gemma3.rope.local.freq_base": 10000.0}).config()
+
+
+@pytest.mark.parametrize("name", ["gemma4-tied", "gemma4-untied", "gemma4-unified"])
+def test_files_of_gemma4(tiny, byte_level, tmp_path, name):
+    """They have the config of the directory, with RoPE's divisors of 1e30 for dimensions that are not rotated."""
+    oracle, directory, _ = tiny(name)
+    write_gguf(tmp_path / "x.gguf", oracle, vocabulary(byte_level))
+    assert GgufFile(tmp_path / "x.gguf").config() == hf_config(directory)
+
+
+@pytest.mark.parametrize("field, value, why", [
+    ("embedding_length_per_layer_input", 8, "= 8 changes what the model computes and is not supported"),
+    ("attention.shared_kv_layers", 2, "= 2 changes what the model computes and is not supported"),
+    ("expert_count", 4, "= 4 makes this a mixture of experts"),
+    ("attention.head_count_kv", [3, 3, 1, 3, 3, 2, 2], "differs by layer"),
+    ("attention.head_count_kv", [3, 3, 3, 3, 3, 2, 3], "differs by layer"),
+    ("attention.value_length_swa", 20, "is not the key_length 12"),
+    ("rope.dimension_count", 10, r"rotates a part of each head \(20\)"),
+])  # fmt: skip
+def test_other_files_of_gemma4_are_refused(tiny, byte_level, tmp_path, field, value, why):
+    write_gguf(tmp_path / "x.gguf", tiny("gemma4-tied")[0], vocabulary(byte_level))
+    with pytest.raises(UserError, match=f"gemma4.{field} = .*{why.removeprefix('= ')}"):
+        with_fields(tmp_path / "x.gguf", **{f"gemma4.{field}": value}).config()
+
+
+def test_values_that_a_file_of_gemma4_lacks_in_one_layer(tiny, byte_level, tmp_path):
+    write_gguf(
+        tmp_path / "x.gguf", tiny("gemma4-untied")[0], vocabulary(byte_level), tensors={"blk.0.attn_v.weight": None}
+    )
+    with pytest.raises(UserError, match="lacks tensor blk.0.attn_v.weight"):
+        open_gguf(tmp_path / "x.gguf")
 
 
 # ---------------------------------------------------------------- files without the suffix .gguf

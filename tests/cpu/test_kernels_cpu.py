@@ -27,7 +27,7 @@ from checkpoint import Writer, empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS
+from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS, FusedBlocks
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme
 from kernels import DELTA_WINDOW, KERNELS, MAX_DECODE_TOKENS, attention_reference

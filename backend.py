@@ -129,6 +129,7 @@ FUSED_FIELDS = (
 # The fields of config.Experts that the fused operations take into account.
 FUSED_EXPERT_FIELDS = (
     "layers", "n_expert", "n_active", "hidden_dim", "normalized", "shared_dim", "scoring", "choice_bias", "scale",
+    "expert_scales", "beside_mlp",
 )  # fmt: skip
 
 

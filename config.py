@@ -142,6 +142,9 @@ class Experts:
     scoring: Literal["softmax", "sigmoid"] = "softmax"  # the router's scores; LFM2-MoE: the sigmoids of its logits
     choice_bias: bool = False  # LFM2-MoE: a bias on the scores, which only decides which experts are chosen
     scale: float = 1.0  # LFM2-MoE: the weights of the experts are multiplied by it
+    expert_scales: bool = False  # Gemma 4: the weight of each expert is multiplied by a number of its own
+    # Gemma 4: the layers have an MLP, too. Experts, router, and the outputs of experts and MLP have norms of their own
+    beside_mlp: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -149,6 +152,8 @@ class Experts:
             raise ValueError(f"a token cannot use {self.n_active} of {self.n_expert} experts")
         if self.choice_bias and self.scoring != "sigmoid":
             raise ValueError("choice_bias needs scoring 'sigmoid'")
+        if self.beside_mlp and self.shared_dim:
+            raise ValueError(f"experts beside an MLP have no shared expert, not one of width {self.shared_dim}")
 
     def of_rank(self, shard) -> "Experts":
         """The sizes of one rank's part (shard: a tp.Shard)."""
@@ -242,8 +247,8 @@ class Config:
             layers_with[f"{type(self.recurrent).__name__} layers"] = self.recurrent.layers
         if self.experts is not None:
             layers_with["Experts layers"] = self.experts.layers
-            if self.mlp != "swiglu" or self.mlp_bias:
-                raise ValueError("experts need mlp 'swiglu' without mlp_bias")
+            if self.mlp not in ("swiglu", "geglu") or self.mlp_bias:
+                raise ValueError("experts need mlp 'swiglu' or 'geglu' without mlp_bias")
         if self.shared_kv_layers and self.recurrent is not None:
             raise ValueError("shared_kv_layers needs attention in all layers")
         for layer in range(self.n_layer - self.shared_kv_layers, self.n_layer):

@@ -44,7 +44,7 @@ class WeightReads(NamedTuple):
 
 
 def reads_of(layers: Iterable[nn.Module], sparse: Sequence[nn.Module]) -> WeightReads:
-    """What a pass reads of these layers. sparse: the sparse layers in them (FeedForward.sparse)."""
+    """What a pass reads of these layers. sparse: the sparse layers in them (Block.sparse)."""
     total = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
     if not sparse:
         return WeightReads(total)
@@ -71,7 +71,7 @@ def weight_reads(model: Transformer) -> WeightReads:
         row += table / model.config.vocab_size
     if layers.pop("layer_inputs", None) is not None:
         layers |= {"proj": model.layer_inputs.proj, "norm": model.layer_inputs.norm}
-    reads = reads_of(layers.values(), [layer for block in model.blocks for layer in block.mlp.sparse])
+    reads = reads_of(layers.values(), [layer for block in model.blocks for layer in block.sparse])
     return reads._replace(row=row)
 
 

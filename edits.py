@@ -41,11 +41,14 @@ KEYS = ("model.Attention.read", "model.Attention.normalize", "model.KVCache.writ
 STATES = ("mixers.recurrent.Tail.write_tail", "mixers.recurrent.Tail.read_tail", "mixers.recurrent.Tail.with_tail")
 EXPERTS = (
     "mixers.experts.SparseMLP.forward",
+    "mixers.experts.SparseMLP.normed",
+    "mixers.experts.SparseMLP.router_input",
     "mixers.experts.SparseMLP.choose",
     "mixers.experts.SparseMLP.count",
     "layers.Router.forward",
     "mixers.experts.run_experts",
     "model.MLP.forward",
+    "layers.gated",
 )
 SAMPLING = (
     "sampling.adjusted",
@@ -79,7 +82,7 @@ STANDS_FOR = {
     "sparse_mlp": EXPERTS,
     "choose_experts": ("mixers.experts.SparseMLP.choose",),
     "expert_mlp": EXPERTS,
-    "fused_linear": (*PACKED, *NORMS, "model.MLP.forward"),
+    "fused_linear": (*PACKED, *NORMS, "model.MLP.forward", "layers.gated"),
     "rotary": KEYS,
     "write_draft_keys": ("mixers.mtp.MTPLayer.read", "mixers.mtp.MTPLayer.join", *KEYS, *NORMS, *STATES),
     "blocks": (
@@ -88,6 +91,7 @@ STANDS_FOR = {
         "model.Block.add",
         "model.Attention.forward",
         "model.MLP.forward",
+        "layers.gated",
         "kernels.attention",
         "mixers.recurrent.gated_delta",
         "mixers.recurrent.GatedDeltaNet.forward",
@@ -141,10 +145,13 @@ layers.Linear.multiply_rows 545aa72d5c4e 5e7564b9aea1
 layers.MatrixLayer.multiply_expert c5ef583c3674 41bc847319b0
 layers.RMSNorm.forward cd19c72a6abf 11aa9cd73518
 layers.Router.forward 089eda3f4b72 4c54d1c039bb
-mixers.experts.SparseMLP.choose 94bcae857f7d 8ddf17f5f64a
+layers.gated aeeaf0912bb9 808f013a0d33
+mixers.experts.SparseMLP.choose fead8cc27eab eee7459a7813
 mixers.experts.SparseMLP.count 59d5267662a1 88debef37853
-mixers.experts.SparseMLP.forward 80c2da896614 006b492434e0
-mixers.experts.run_experts f182baf70219 b8b0369eedb8
+mixers.experts.SparseMLP.forward 129f5e82b5a1 fa9cb1ebbc9e
+mixers.experts.SparseMLP.normed c0c20cc93ba5 2accf0e8efa8
+mixers.experts.SparseMLP.router_input e752402f61b4 dc17de9cab97
+mixers.experts.run_experts 711c60f85c04 0d5d42120b09
 mixers.mtp.MTPLayer.join f8ec4370faf4 6b7e69c173f5
 mixers.mtp.MTPLayer.read a84e3f13852e c872c4f488ba
 mixers.recurrent.ConvState.move_base 898f60e46378 18e6f69248a5

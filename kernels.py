@@ -379,7 +379,8 @@ define(
 )
 define(
     "prepare_experts(int router, int gate_up, int down, int? shared_gate_up, int? shared_down, int X, int k, "
-    "bool normalized, ScalarType dtype, str scoring='softmax', Tensor? choice_bias=None, float scale=1.0) -> int"
+    "bool normalized, ScalarType dtype, str scoring='softmax', Tensor? choice_bias=None, float scale=1.0, "
+    "Tensor? scales=None, Tensor? router_norm=None, Tensor? norm=None, float eps=0.0, str activation='swiglu') -> int"
 )
 define("release_experts(int[] handles) -> ()")
 define("sparse_mlp(Tensor x, Tensor input_pos, Tensor(a!) counts, int experts) -> Tensor", empty_like_first)
@@ -388,6 +389,7 @@ define(
     "str activation, "
     "Tensor? attention_norm, Tensor? attention_norm_bias, Tensor? attention_post_norm, "
     "Tensor? mlp_norm, Tensor? mlp_norm_bias, Tensor? mlp_post_norm, "
+    "Tensor? mlp_term_norm, Tensor? experts_term_norm, "
     "int qkv, int? out=None, int? up=None, int? down=None, int? experts=None, "
     "int H=0, int K=0, int E=0, int gates=0, float scale=1.0, int? window=None, int rope_table=0, "
     "bool qk_norm_whole=False, Tensor? q_norm=None, Tensor? k_norm=None, Tensor? v_norm=None, "
@@ -442,7 +444,7 @@ define(
 )
 define(
     "choose_experts(Tensor logits, Tensor input_pos, int X, int k, bool normalized, str scoring='softmax', "
-    "Tensor? choice_bias=None, float scale=1.0) -> (Tensor, Tensor)",
+    "Tensor? choice_bias=None, float scale=1.0, Tensor? scales=None) -> (Tensor, Tensor)",
     lambda logits, input_pos, X, k, *rest: (
         logits.new_empty((*input_pos.shape, k), dtype=torch.int64),
         logits.new_empty((*input_pos.shape, k)),
@@ -450,7 +452,7 @@ define(
 )
 define(
     "expert_mlp(Tensor x, Tensor ids, Tensor weights, Tensor(a!) counts, Tensor gate_up, Tensor? gate_up_scales, "
-    "Tensor down, Tensor? down_scales, Tensor? shared, Tensor logits, int hidden, int[] bits, int[] groupsizes) "
-    "-> Tensor",
+    "Tensor down, Tensor? down_scales, Tensor? shared, Tensor logits, int hidden, int[] bits, int[] groupsizes, "
+    "bool gelu=False) -> Tensor",
     empty_like_first,
 )

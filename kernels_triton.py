@@ -336,10 +336,10 @@ def unpack(words, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def epilogue(
-    y, up, squares, bias, residual, out, m, n, M, N, C, eps, GATED: tl.constexpr
+    y, up, squares, bias, residual, out, m, n, M, N, C, eps, GATED: tl.constexpr, GELU: tl.constexpr
 ):  # fmt: skip
-    """Apply the norm's division, bias, SwiGLU and residual to the sums y and up (BLOCK_N,TILE_M),
-    and store the result.
+    """Apply the norm's division, bias, SwiGLU (or with GELU: GeGLU) and residual to the sums y and up
+    (BLOCK_N,TILE_M), and store the result.
 
     squares (TILE_M,): the sums of the squares of x."""
     inside = (n < N)[:, None] & (m < M)[None, :]
@@ -353,7 +353,10 @@ def epilogue(
         if GATED:
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        y = y / (1 + tl.exp2(-y * LOG2E)) * up
+        z = y
+        if GELU:  # tanh-GELU is y sigmoid(z)
+            z = 1.5957691216 * (y + 0.044715 * y * y * y)
+        y = y / (1 + tl.exp2(-z * LOG2E)) * up
     if residual is not None:
         y += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
@@ -454,7 +457,7 @@ def linear_kernel(
         square_sum = tl.sum(square, 0)
 
     if SPLIT_K == 1:
-        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
+        epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED, False)
     else:
         store_parts(total, total_up, square_sum, parts, squares, split, m, n, M, N, GATED)
 
@@ -541,7 +544,7 @@ def reduce_kernel(
     square_sum = None
     if squares is not None:
         square_sum = square
-    epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED)
+    epilogue(total, total_up, square_sum, bias, residual, out, m, n, M, N, C, eps, GATED, False)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -598,7 +601,7 @@ PLAN_BLOCK = tl.constexpr(256)  # choices that plan_kernel reads at a time
 
 @triton.jit
 def choose_kernel(
-    logits, input_pos, choice_bias, ids, weights, stride, X, n_active, scale,
+    logits, input_pos, choice_bias, scales, ids, weights, stride, X, n_active, scale,
     NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """experts.SparseMLP.choose: grid (M,). Reads the X logits of a token, 4 X bytes, which are `stride`
@@ -636,6 +639,8 @@ def choose_kernel(
         total = tl.sum(weight, 0)
         if not NORMALIZED:
             total = tl.sum(tl.exp(logit - largest), 0)
+    if scales is not None:
+        weight *= tl.load(scales + chosen, mask=i < n_active, other=0)
     is_padding = tl.load(input_pos + token) < 0
     tl.store(ids + token * n_active + i, tl.where(is_padding, -1, chosen), mask=i < n_active)
     tl.store(weights + token * n_active + i, weight / total * scale, mask=i < n_active)
@@ -693,7 +698,7 @@ def plan_kernel(ids, counts, experts, choices, R, X, slots, BLOCK_X: tl.constexp
 @triton.jit(do_not_specialize=["R"])
 def expert_kernel(
     x, weight, scales, experts, choices, out, R, n_active, N, C,
-    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, GROUPSIZE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """linear_kernel with the matrix of an expert, for a tile of the plan: grid (slots, tiles of N).
@@ -734,7 +739,7 @@ def expert_kernel(
         if GATED:
             total_up = apply_scales(total_up, sum_x, scales + row + N, BITS, dtype)
     m = tl.where(choice < 0, R, choice)
-    epilogue(total, total_up, None, None, None, out, m, n, R, N, C, 0.0, GATED)
+    epilogue(total, total_up, None, None, None, out, m, n, R, N, C, 0.0, GATED, GELU)
 
 
 @triton.jit
@@ -1108,7 +1113,7 @@ def expert_settings(bits: int, groupsize: int, N: int, C: int, gated: bool, devi
     of one product with as many outputs, but its columns are never split."""
     tiles = choose_tiles(bits, groupsize, N, C, gated, device)
     is_even = C % (TILE_BITS.value // bits) == 0
-    settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "EVEN": is_even}
+    settings = {"BITS": bits, "GROUPSIZE": groupsize, "GATED": gated, "GELU": False, "EVEN": is_even}
     return settings | {name: tiles[name] for name in ("BLOCK_N", "num_warps", "num_stages")}
 
 
@@ -1268,7 +1273,7 @@ def matmul(x, weight, scales, bias, N, bits, groupsize):
     return out
 
 
-def choose_experts(logits, input_pos, X, k, normalized, scoring="softmax", choice_bias=None, scale=1.0):
+def choose_experts(logits, input_pos, X, k, normalized, scoring="softmax", choice_bias=None, scale=1.0, scales=None):
     """The experts (B,S,k) of tokens, of which each has X logits in logits (B,S,X or more), and their
     weights."""
     logits = logits.contiguous()
@@ -1279,7 +1284,7 @@ def choose_experts(logits, input_pos, X, k, normalized, scoring="softmax", choic
     settings |= {"BLOCK_X": triton.next_power_of_2(X), "BLOCK_K": triton.next_power_of_2(k)}
     with torch.cuda.device_of(logits):
         choose_kernel[(input_pos.numel(),)](
-            logits, input_pos, choice_bias, ids, weights, logits.shape[-1], X, k, scale, **settings, num_warps=1
+            logits, input_pos, choice_bias, scales, ids, weights, logits.shape[-1], X, k, scale, **settings, num_warps=1
         )
     return ids, weights
 
@@ -1299,12 +1304,13 @@ def plan_experts(ids, counts):
 
 
 def expert_mlp(
-    x, ids, weights, counts, gate_up, gate_up_scales, down, down_scales, shared, logits, hidden, bits, groupsizes
+    x, ids, weights, counts, gate_up, gate_up_scales, down, down_scales, shared, logits, hidden, bits, groupsizes,
+    gelu=False,
 ):  # fmt: skip
     """The outputs of a sparse layer for tokens x (B,S,D) that use the experts ids (B,S,k), -1 for none.
 
     gate_up and down: the weights of X experts, packed or not, of the sizes (2 F,D) and (D,F), where
-    F = hidden. bits and groupsizes: of gate_up, and of down.
+    F = hidden. bits and groupsizes: of gate_up, and of down. gelu: they are GeGLU, and not SwiGLU.
     shared (B,S,D): the output of the shared expert, or None. logits (B,S,X+1): the last one is
     its gate's.
     """
@@ -1325,7 +1331,7 @@ def expert_mlp(
     experts, choices = plan_experts(ids, counts)
     slots = len(experts)
     with torch.cuda.device_of(x):
-        settings = expert_settings(bits[0], groupsizes[0], k * hidden, D, True, x.device)
+        settings = expert_settings(bits[0], groupsizes[0], k * hidden, D, True, x.device) | {"GELU": gelu}
         grid = (slots, triton.cdiv(hidden, settings["BLOCK_N"]))
         expert_kernel[grid](x, gate_up, gate_up_scales, experts, choices, act, R, k, hidden, D, **settings)
         settings = expert_settings(bits[1], groupsizes[1], k * D, hidden, False, x.device)
@@ -1776,11 +1782,21 @@ class FusedExperts:
         experts = self.experts
         gate_up = experts.gate_up
         down = experts.down
-        logits = ops.linear.default(x.float(), self.router, None)  # (B,S,X), or with a shared expert (B,S,X+1)
+        # (B,S,X), or with a shared expert (B,S,X+1)
+        logits = ops.linear.default(experts.router_input(x), self.router, None)
+        x = experts.normed(x)
         config = experts.config
         choice_bias = None if experts.choice is None else experts.choice.bias
         ids, weights = ops.choose_experts.default(
-            logits, input_pos, experts.X, experts.k, experts.normalized, config.scoring, choice_bias, config.scale
+            logits,
+            input_pos,
+            experts.X,
+            experts.k,
+            experts.normalized,
+            config.scoring,
+            choice_bias,
+            config.scale,
+            None if experts.scales is None else experts.scales.weight,
         )
         shared = None
         if experts.shared is not None:
@@ -1788,7 +1804,7 @@ class FusedExperts:
         bits, groupsizes, scales = zip(storage_of(gate_up), storage_of(down))
         return ops.expert_mlp.default(
             x, ids, weights, counts, gate_up.weight, scales[0], down.weight, scales[1], shared, logits,
-            down.in_features, bits, groupsizes,
+            down.in_features, bits, groupsizes, experts.kind == "geglu",
         )  # fmt: skip
 
     def shared_mlp(self, x: Tensor) -> Tensor:
@@ -1826,7 +1842,7 @@ class TritonInstaller(Installer):
         backend = Backend(name="triton")
         if isinstance(model, Transformer):
             for block in model.all_blocks:
-                for layer in block.mlp.sparse:
+                for layer in block.sparse:
                     prepare_experts(layer)
         # A split model adds up the ranks' parts inside the blocks. In float16, the product of an
         # activation and a norm's weight may overflow, because the kernels divide by the norm only
@@ -1863,6 +1879,8 @@ def can_fuse(config: Config) -> bool:
     """Whether `fused_blocks` supports this architecture. Other models run operation by operation."""
     if config.norm != "rms" or config.mlp != "swiglu" or config.post_norm_residual:
         return False
+    if config.experts is not None and config.experts.beside_mlp:
+        return False
     if unusable_operations() & {"blocks", "fused_linear", "rotary", "attention"}:
         return False
     return uses_only(config, (*FUSED_FIELDS, "experts"))
@@ -1894,7 +1912,7 @@ def fused_block(block: Block, x: Tensor, rope, input_pos: Tensor, rows: Tensor |
     )  # (B,S,H,E)
     y = ops.attention.default(q, cache.k, cache.v, input_pos, rows, slopes, attention.window, attention.scale)
     x = apply_linear(attention.out, y.flatten(2), residual=x)
-    if block.mlp.sparse:
+    if block.sparse:
         return x + block.mlp(block.mlp_norm(x), input_pos)
     h = apply_linear(block.mlp.gate_up, x, norm=block.mlp_norm, gated=True)  # (B,S,F)
     return apply_linear(block.mlp.down, h, residual=x)

@@ -204,6 +204,12 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+def gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The hidden units of a gated MLP: SwiGLU or GeGLU (arXiv:2002.05202). kind: as in Config.mlp."""
+    gate = F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")
+    return gate * up
+
+
 class Scale(nn.Module):
     """A number (1,), by which a block multiplies its result."""
 
@@ -259,7 +265,6 @@ class FeedForward(nn.Module):
     """
 
     name: str  # as in TokenMixer
-    sparse: list["FeedForward"] = []  # [self] if a token uses only some of the weights
 
     @property
     def linears(self) -> list[nn.Module]:

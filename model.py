@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from backend import Backend
 from config import Config
 from kernels import attention, rms_norm
-from layers import VOCABULARY, Embedding, FeedForward, Linear, RMSNorm, Scale, TokenMixer, Units, make_norm
+from layers import VOCABULARY, Embedding, FeedForward, Linear, RMSNorm, Scale, TokenMixer, Units, gated, make_norm
 from positions import Positions, rotate
 
 # ---------------------------------------------------------------- a model that is not split
@@ -162,7 +162,7 @@ class Transformer(nn.Module):
             self.snapshot_interval = SNAPSHOT_INTERVAL
 
     def _make_expert_counts(self):
-        sparse = [layer for block in self.all_blocks for layer in block.mlp.sparse]
+        sparse = [layer for block in self.all_blocks for layer in block.sparse]
         if sparse:
             self.expert_counts = torch.zeros(len(sparse), sparse[0].X + 1, dtype=torch.int64, device=self.device)
             for experts, counts in zip(sparse, self.expert_counts):
@@ -376,12 +376,15 @@ class Block(nn.Module):
         mlp = make_mlp(config, layer)
         self.mlp_name = mlp.name
         self._modules[mlp.name] = mlp
+        self.has_both = config.is_sparse(layer) and config.experts.beside_mlp
+        if self.has_both:
+            self.experts = make_experts(config)
         self.mlp_post_norm = make_norm(config) if norm_after else None
         self.layer_input = None if config.per_layer_dim is None else LayerInput(config)
         self.scale = Scale() if config.layer_scale else None
 
     # The tensors of checkpoints are named after the kinds of layers, so the two modules are, too:
-    # "attention", "delta_net" or "short_conv"; "mlp" or "experts".
+    # "attention", "delta_net" or "short_conv"; "mlp" or "experts", or both.
 
     @property
     def mixer(self) -> TokenMixer:
@@ -390,6 +393,11 @@ class Block(nn.Module):
     @property
     def mlp(self) -> FeedForward:
         return self._modules[self.mlp_name]
+
+    @property
+    def sparse(self) -> list[FeedForward]:
+        """The experts, of whose weights a token uses only some: an experts.SparseMLP, or none."""
+        return [self._modules["experts"]] if "experts" in self._modules else []
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -405,12 +413,16 @@ class Block(nn.Module):
         own_input: Tensor | None = None,
     ) -> Tensor:
         """own_input (B,S,P): what LayerInputs gives this block."""
+        all_reduce = self.shard.all_reduce  # each rank has computed a part of a sum
         h = x if self.attention_norm is None else self.attention_norm(x)
-        y = self.mixer(h, input_pos, rows, rope)
+        y = all_reduce(self.mixer(h, input_pos, rows, rope))
         x = self.add(x, h, y, self.attention_post_norm)
 
         h = x if self.mlp_norm is None else self.mlp_norm(x)
-        y = self.mlp(h, input_pos)
+        y = all_reduce(self.mlp(h, input_pos))
+        if self.has_both:
+            of_experts = all_reduce(self.experts(x, input_pos))
+            y = self.experts.mlp_term_norm(y) + self.experts.term_norm(of_experts)
         x = self.add(x, h, y, self.mlp_post_norm)
         if self.layer_input is not None:
             x = self.layer_input(x, own_input)
@@ -419,7 +431,6 @@ class Block(nn.Module):
     def add(self, x: Tensor, h: Tensor, y: Tensor, post_norm: nn.Module | None) -> Tensor:
         """The residual connection: x, or in some families its norm h, plus the output y of
         attention or MLP."""
-        y = self.shard.all_reduce(y)  # each rank has computed a part of a sum
         if post_norm is not None:
             y = post_norm(y)
         if self.residual_scale != 1.0:
@@ -438,8 +449,12 @@ def make_mixer(config: Config, layer: int, shard) -> TokenMixer:
 
 def make_mlp(config: Config, layer: int) -> FeedForward:
     """The MLP of a layer, or its experts."""
-    if not config.is_sparse(layer):
+    if not config.is_sparse(layer) or config.experts.beside_mlp:
         return MLP(config, config.mlp_width(layer))
+    return make_experts(config)
+
+
+def make_experts(config: Config) -> FeedForward:
     from mixers.experts import SparseMLP
 
     shared_dim = config.experts.shared_dim
@@ -625,7 +640,7 @@ class KVCache(nn.Module):
 
 
 class MLP(FeedForward):
-    """SwiGLU or GeGLU (arXiv:2002.05202); or without a gate, tanh-GELU or the square of ReLU
+    """SwiGLU or GeGLU (layers.gated); or without a gate, tanh-GELU or the square of ReLU
     (arXiv:2109.08668)."""
 
     name = "mlp"
@@ -653,8 +668,7 @@ class MLP(FeedForward):
             return self.down(F.gelu(self.up(x), approximate="tanh"))
 
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,S,F) each
-        gate = F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate="tanh")
-        return self.down(gate * up)
+        return self.down(gated(self.kind, gate, up))
 
 
 class LayerInputs(nn.Module):

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkpoint as ck
@@ -35,7 +34,7 @@ from cli import (
 from costs import check_memory, total_weight_bytes
 from engine import Engine, Request
 from formats import FORMATS, GPTQ, Quantization, int4_grid, matrices, pack, pack_nibbles
-from layers import ExpertStack, Linear
+from layers import ExpertStack, Linear, gated
 from load import open_checkpoint
 from model import Transformer
 from sampling import SamplingParams
@@ -117,7 +116,7 @@ def gptq(model: Transformer, sequences: list[list[int]], groupsize: int) -> dict
         for name, hessian in hessians.items():
             weight = block.get_submodule(name).weight
             packed[f"blocks.{i}.{name}"] = replace_weight(weight, pack_gptq(weight, hessian, groupsize), groupsize)
-        for layer in block.mlp.sparse:
+        for layer in block.sparse:
             found, missed = pack_experts(layer, torch.cat(expert_inputs), groupsize)
             packed |= {f"blocks.{i}.experts.{name}": parts for name, parts in found.items()}
             unreached += [f"expert {e} of layer {i}" for e in missed]
@@ -144,13 +143,13 @@ def collect_inputs(block: nn.Module, run) -> tuple[dict[str, Tensor], list[Tenso
 
     def add(module, inputs):
         x = inputs[0].flatten(0, -2)
-        if module in block.mlp.sparse:
+        if module in block.sparse:
             expert_inputs.append(x)
         else:
             x = x.float()
             sums[names[module]].addmm_(x.T, x)
 
-    modules = [*names, *block.mlp.sparse]
+    modules = [*names, *block.sparse]
     hooks = [module.register_forward_pre_hook(add) for module in modules]
     run()
     for hook in hooks:
@@ -166,6 +165,7 @@ def pack_experts(layer: nn.Module, x: Tensor, groupsize: int) -> tuple[dict[str,
     """
     ids, _ = layer.choose(x[None])
     ids = ids[0]  # (n,k)
+    x = layer.normed(x)
     pieces = {"gate_up": [], "down": []}
     unreached = []
     for e in range(layer.X):
@@ -174,7 +174,7 @@ def pack_experts(layer: nn.Module, x: Tensor, groupsize: int) -> tuple[dict[str,
             unreached.append(e)
         gate, up = layer.gate_up.multiply_expert(h, e).chunk(2, dim=-1)
         pieces["gate_up"].append(pack_expert(layer.gate_up, e, h, groupsize))
-        pieces["down"].append(pack_expert(layer.down, e, F.silu(gate) * up, groupsize))
+        pieces["down"].append(pack_expert(layer.down, e, gated(layer.kind, gate, up), groupsize))
 
     packed = {}
     for name, parts in pieces.items():

@@ -102,7 +102,7 @@ def all_reduces_s(model: Transformer, rows: int) -> float:
     x = torch.zeros(rows, 1, model.config.dim, dtype=model.dtype, device=model.device)  # (B,1,D)
     synchronize(x.device)
     start = time.perf_counter()
-    for _ in range(times * (2 * model.config.n_layer + 1)):
+    for _ in range(times * (1 + sum(2 + block.has_both for block in model.blocks))):
         model.shard.all_reduce(x)
     synchronize(x.device)
     return (time.perf_counter() - start) / times

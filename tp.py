@@ -4,10 +4,11 @@ Read down: Slice and Shard, one rank's share of a model; the checks whether a mo
 `run_together` and Ranks, the processes that torchrun has started. This file knows nothing of text,
 and of no kind of layer: each layer says what its rows and columns consist of (layers.Units).
 
-A block needs two all-reduces (Megatron-LM, arXiv:1909.08053). The matrices that read the block's
-input are split by outputs (column-parallel), so that each rank has whole heads and whole hidden
-units. The matrices that write to the residual stream are split by inputs (row-parallel), and the
-all-reduce adds up the ranks' products. Embedding and head are split by vocabulary.
+A block needs two all-reduces (Megatron-LM, arXiv:1909.08053), or three if experts are beside its MLP.
+The matrices that read the block's input are split by outputs (column-parallel), so that each rank has
+whole heads and whole hidden units. The matrices that write to the residual stream are split by inputs
+(row-parallel), and the all-reduce adds up the ranks' products. Embedding and head are split by
+vocabulary.
 
 A rank builds a model of its own size (`Shard.config`), and fills it with its slices of the
 checkpoint's tensors (`Shard.slices`). The model calls the collectives of its Shard. Every rank

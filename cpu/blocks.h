@@ -16,17 +16,7 @@ namespace fastpath {
 
 // ---------------------------------------------------------------- norms: one thread per row, sums in float32
 
-// W is the type of the weights: T or float.
-template <class T, class W>
-void rms_norm_row(const T* x, const W* w, T* out, int64_t D, float eps) {
-  f32x16 squares = floats(0.0f);
-  for (int64_t i = 0; i < D; i += LANES) {
-    const f32x16 v = load(x + i, D - i);
-    squares = fma(v, v, squares);
-  }
-  const f32x16 scale = floats(1.0f / std::sqrt(sum_of_lanes(squares) / D + eps));
-  for (int64_t i = 0; i < D; i += LANES) store(out + i, load(x + i, D - i) * scale * load(w + i, D - i), D - i);
-}
+// rms_norm_row is in vectors.h, because experts.h uses it, too.
 
 template <class T, class W>
 void layer_norm_row(const T* x, const W* w, const W* bias, T* out, int64_t D, float eps) {
@@ -121,11 +111,13 @@ struct PreparedBlock {
   int64_t rope_table;   // which of the tables of cos and sin it uses
   bool only_keys;       // computes only keys and values, and no result: the block has no layer except qkv
 
-  // The MLP, or a sparse MLP, if `experts` is not null.
+  // The MLP; or experts, if `experts` is not null; or the sum of both, each after a norm, if these norms are not null.
   Layer up;  // or gate and up
   Layer down;
   Norm mlp_norm;
   const float* mlp_post_norm;  // (D,)
+  const float* mlp_term_norm;      // (D,)
+  const float* experts_term_norm;  // (D,)
   std::shared_ptr<const PreparedExperts> experts;
 
   // What adds the block's own input, if P is not 0: see LayerInput of model.py.
@@ -137,6 +129,7 @@ struct PreparedBlock {
 
   // How many heads of a token in qkv are not queries or gates.
   int64_t new_heads() const { return shares_cache ? 0 : (keys_as_values ? 1 : 2) * K; }
+  bool has_both() const { return mlp_term_norm; }
 };
 
 // One call of a block.
@@ -202,9 +195,8 @@ struct Block {
     mlp_normed = arena.allocate<T>(M * p.D);
     product = arena.allocate<T>(M * p.D);
     to_out = allocate_input(arena, p.out, attended, M);
-    if (p.experts) {
-      experts.allocate(arena, mlp_normed);
-    } else {
+    if (p.experts) experts.allocate(arena, p.has_both() ? residual : mlp_normed);
+    if (p.up.N) {
       up = arena.allocate<T>(M * p.up.N);
       act = arena.allocate<T>(M * p.F);
       to_up = allocate_input(arena, p.up, mlp_normed, M);
@@ -298,6 +290,30 @@ struct Block {
       for (; m < end; m++) {
         experts.add_outputs(m, is_sum ? from + m * p.D : nullptr, (is_sum ? to : product) + m * p.D);
         if (!is_sum) add_scaled(m, from, product, p.mlp_post_norm, p.mlp_scale(), to);
+      }
+    });
+    team.barrier();
+  }
+
+  // The norm of the MLP's product, plus the norm of what the experts compute.
+  void add_experts(const Team& team, T* to) const {
+    const PreparedBlock& p = prepared;
+    matmul<T>(team, p.down, to_down, M, nullptr, product);
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) experts.prepare_row(m);
+    });
+    team.barrier();
+    team.begin(EXPERTS);
+    experts.run(team);
+    team.split(M, 1, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) {
+        T* y = product + m * p.D;
+        T* of_experts = normed + m * p.D;  // the token mixer has read this
+        experts.add_outputs(m, nullptr, of_experts);
+        rms_norm_row(y, p.mlp_term_norm, y, p.D, p.eps);
+        rms_norm_row(of_experts, p.experts_term_norm, of_experts, p.D, p.eps);
+        add_scaled_row(of_experts, y, 1.0f, y, p.D);
+        add_scaled(m, p.post_norm_residual ? mlp_normed : residual, product, p.mlp_post_norm, p.mlp_scale(), to);
       }
     });
     team.barrier();
@@ -581,9 +597,10 @@ struct Block {
     team.begin(OUT);
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, 1.0f, residual);
-    team.begin(p.experts ? EXPERTS : NORM);
+    const bool only_experts = p.experts && !p.has_both();
+    team.begin(only_experts ? EXPERTS : NORM);
     T* to = p.P ? normed : result;  // the result of the MLP
-    if (p.experts) run_experts(team, to);
+    if (only_experts) run_experts(team, to);
     else run_mlp(team, to);
     if (p.P) add_own_input(team);
   }
@@ -596,6 +613,7 @@ struct Block {
     team.barrier();
     activate(team);
     team.begin(DOWN);
+    if (p.has_both()) return add_experts(team, to);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
     add_product(team, p.down, to_down, from, p.mlp_post_norm, p.mlp_scale(), to);
   }

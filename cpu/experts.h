@@ -60,6 +60,12 @@ struct PreparedExperts {
   bool sigmoid = false;              // the scores are the sigmoids of the logits; otherwise their softmax
   float scale = 1;                   // of the weights
   std::optional<Tensor> choice_bias;  // (X,) float32, added to the scores to choose, or none
+  std::optional<Tensor> scales;       // (X,) float32, of the weights of each expert, or none
+  // The norms (D,) float32 of what the router and the experts read, if they read x through norms of their own, or none
+  std::optional<Tensor> router_norm;
+  std::optional<Tensor> norm;
+  float eps;
+  Activation activation;
   Layer router;      // (X,D) float32; with a shared expert (X+1,D), where the last row is the gate of that expert
   std::vector<Layer> gate_up;  // (2F,D) of each expert; then (2 shared_F,D) of the shared expert, if there is one
   std::vector<Layer> down;     // (D,F) of each expert; then (D,shared_F)
@@ -137,8 +143,10 @@ struct Experts {
   int64_t* counts;  // (X+1,): how many tokens have used each expert; last, how many experts all passes have read
 
   // Temporary arrays, from allocate():
-  const T* x;              // (M,D)
-  float* as_float;         // (M,D), x in float32, which the router reads
+  const T* input;          // (M,D), of the layer
+  T* normed;               // (M,D), its norm, if the layer has one
+  const T* x;              // (M,D), what the experts read: `normed`, or `input`
+  float* as_float;         // (M,D), what the router reads
   float* logits;           // (M,X), or (M,X+1) with the gate of the shared expert
   float* weights;          // (M,k), of the chosen experts
   int32_t* ids;            // (M,k): the expert of each choice, or -1
@@ -163,10 +171,12 @@ struct Experts {
 
   int64_t choices() const { return M * p->k; }
 
-  // normed: (M,D), the input of the layer.
-  void allocate(Arena& arena, const T* normed) {
+  // of_layer: (M,D), the input of the layer.
+  void allocate(Arena& arena, const T* of_layer) {
     const int64_t R = choices(), D = p->D;
-    x = normed;
+    input = of_layer;
+    normed = p->norm ? arena.allocate<T>(M * D) : nullptr;
+    x = normed ? normed : input;
     as_float = arena.allocate<float>(M * D);
     logits = arena.allocate<float>(M * p->router.N);
     to_router = allocate_input(arena, p->router, as_float, M);
@@ -188,14 +198,19 @@ struct Experts {
     shared_up = arena.allocate<T>(M * 2 * p->shared_F);
     shared_act = arena.allocate<T>(M * p->shared_F);
     shared_product = arena.allocate<T>(M * D);
-    to_shared_up = allocate_input(arena, p->gate_up[p->X], normed, M);
+    to_shared_up = allocate_input(arena, p->gate_up[p->X], x, M);
     to_shared_down = allocate_input(arena, p->down[p->X], shared_act, M);
   }
 
-  // Converts row m of x for the router and the shared expert.
+  // Computes row m of x, and converts it for the router and the shared expert.
   void prepare_row(int64_t m) const {
     const int64_t D = p->D;
-    for (int64_t d = 0; d < D; d += LANES) store(as_float + m * D + d, load(x + m * D + d, D - d), D - d);
+    if (p->norm) {
+      rms_norm_row(input + m * D, p->norm->template const_data_ptr<float>(), normed + m * D, D, p->eps);
+      rms_norm_row(input + m * D, p->router_norm->template const_data_ptr<float>(), as_float + m * D, D, p->eps);
+    } else {
+      for (int64_t d = 0; d < D; d += LANES) store(as_float + m * D + d, load(x + m * D + d, D - d), D - d);
+    }
     if (p->shared_F) prepare_input<T>(p->gate_up[p->X], to_shared_up, m, 0, p->gate_up[p->X].groups());
   }
 
@@ -225,7 +240,8 @@ struct Experts {
       id[at] = e;
     }
     const float total = p->sigmoid ? sigmoid_weights(logit, id, weight) : softmax_weights(logit, weight);
-    for (int64_t i = 0; i < k; i++) weight[i] = weight[i] / total * p->scale;
+    const float* scale = p->scales ? p->scales->template const_data_ptr<float>() : nullptr;
+    for (int64_t i = 0; i < k; i++) weight[i] = weight[i] / total * (scale ? scale[id[i]] : 1) * p->scale;
   }
 
   // Replaces the largest logits in `weight` by their exponentials. Returns what they are divided by.
@@ -355,8 +371,8 @@ struct Experts {
     team.split(rows, 1, [&](int64_t row, int64_t end) {
       for (; row < end; row++) {
         const ExpertCall<T>& call = calls[calls_of_rows[row]];
-        const T* from = x + tokens[row] * D;
-        std::copy(from, from + D, sorted + row * D);
+        const T* of_token = x + tokens[row] * D;
+        std::copy(of_token, of_token + D, sorted + row * D);
         prepare_input<T>(*call.gate_up, call.to_up, row - call.first, 0, call.gate_up->groups());
       }
     });
@@ -371,7 +387,7 @@ struct Experts {
         for (; at < end; at++) {
           const int64_t m = at / groups;
           const int64_t group = at % groups;
-          activate_row(call.up + m * 2 * F, F, group * GROUP, std::min(F, (group + 1) * GROUP), SWIGLU,
+          activate_row(call.up + m * 2 * F, F, group * GROUP, std::min(F, (group + 1) * GROUP), p->activation,
                        call.act + m * F);
           prepare_input<T>(*call.down, call.to_down, m, group, group + 1);
         }
@@ -382,8 +398,8 @@ struct Experts {
     team.barrier();
   }
 
-  // out = the output of the layer for token m, plus `from` if it is not null.
-  void add_outputs(int64_t m, const T* from, T* out) const {
+  // out = the output of the layer for token m, plus `residual` if it is not null.
+  void add_outputs(int64_t m, const T* residual, T* out) const {
     const int64_t D = p->D;
     const int64_t k = p->k;
     const float gate = p->shared_F ? 1 / (1 + std::exp(-logits[m * p->router.N + p->X])) : 0;
@@ -392,7 +408,7 @@ struct Experts {
       for (int64_t c = m * k; c < (m + 1) * k && ids[c] >= 0; c++)
         y = fma(load(product + sorted_rows[c] * D + d, D - d), floats(weights[c]), y);
       if (p->shared_F) y = fma(load(shared_product + m * D + d, D - d), floats(gate), y);
-      if (from) y = y + load(from + d, D - d);
+      if (residual) y = y + load(residual + d, D - d);
       store(out + d, y, D - d);
     }
   }

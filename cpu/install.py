@@ -162,7 +162,7 @@ class CpuInstaller(Installer):
             backend = replace(backend, make_shadow=make_shadow)
 
         for block in model.all_blocks:
-            for layer in block.mlp.sparse if KERNELS["cpu"] >= FUSED_OPERATIONS else ():
+            for layer in block.sparse if KERNELS["cpu"] >= FUSED_OPERATIONS else ():
                 prepare_experts(layer, model.dtype)
         backend = replace(backend, thread_invariant=KERNELS["cpu"] >= {"linear", "attention"})
         # A split model adds up the ranks' parts in the blocks.
@@ -173,7 +173,7 @@ class CpuInstaller(Installer):
         if model.layer_inputs is not None:
             layers += [layer for block in model.blocks for layer in (block.layer_input.gate, block.layer_input.proj)]
             outside.append(model.layer_inputs.proj)
-        limits = [layer.max_run_tokens for block in model.blocks for layer in block.mlp.sparse]
+        limits = [layer.max_run_tokens for block in model.blocks for layer in block.sparse]
         all_fused = all(map(prefills_fast, layers)) and all(limit == sys.maxsize for limit in limits)
         if model.mtp is not None:
             run = FusedBlocks([model.mtp.block], model.dtype)
@@ -244,7 +244,10 @@ def prepare_experts(experts: nn.Module, dtype: torch.dtype):
     layers = [experts.router, experts.gate_up, experts.down]
     if experts.shared is not None:
         layers += [experts.shared_gate, experts.shared.gate_up, experts.shared.down]
-    experts.run = PreparedExperts(layers, experts.config, getattr(experts.choice, "bias", None), dtype)
+    more = {"choice_bias": getattr(experts.choice, "bias", None), "scales": getattr(experts.scales, "weight", None)}
+    if experts.norm is not None:
+        more |= {"router_norm": experts.router_norm.weight, "norm": experts.norm.weight, "eps": experts.norm.eps}
+    experts.run = PreparedExperts(layers, experts.config, dtype, more | {"activation": experts.kind})
     stacks = [experts.gate_up, experts.down]
     is_packed = any(isinstance(stack, PackedLinear) for stack in stacks)
     takes_prefill = is_packed or all(prefills_fast(stack) for stack in stacks)
@@ -264,7 +267,7 @@ class FusedBlocks(Registered):
         # Looking up the caches as attributes takes 50 us.
         mixers = [block.mixer for block in blocks]
         self.modules = [mixer._modules for mixer in mixers if not mixer.state.is_recurrent]
-        self.experts = [layer for block in blocks for layer in block.mlp.sparse]
+        self.experts = [layer for block in blocks for layer in block.sparse]
         states = [mixer.state for mixer in mixers if mixer.state.is_recurrent]
         # Their tensors do not exist yet.
         self.states = {name: [s for s in states if name in s.shapes(torch.float32)] for name in STATE_TENSORS}
@@ -331,7 +334,7 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
     """Register a block's weights with the kernels, for activations of this dtype, and return a
     handle to them. only_keys: the block writes keys and values, and does nothing else."""
     linears = block.linears[:1] if only_keys else block.linears
-    experts = [] if only_keys else [layer.run.handle for layer in block.mlp.sparse]
+    experts = [] if only_keys else [layer.run.handle for layer in block.sparse]
     layers = {name: prepare(layer) for name, layer in zip(("qkv", "out", "up", "down"), linears)}
     own = block.layer_input
     if own is not None:
@@ -349,6 +352,8 @@ def prepare_block(block: Block, dtype: torch.dtype, only_keys: bool = False) -> 
         mlp_norm=getattr(block.mlp_norm, "weight", None),
         mlp_norm_bias=getattr(block.mlp_norm, "bias", None),
         mlp_post_norm=getattr(block.mlp_post_norm, "weight", None),
+        mlp_term_norm=block.experts.mlp_term_norm.weight if block.has_both else None,
+        experts_term_norm=block.experts.term_norm.weight if block.has_both else None,
         experts=experts[0] if experts else None,
         **{name: layer.handle for name, layer in layers.items()},  # the block keeps the layers
         own_norm=None if own is None else own.norm.weight,

@@ -62,19 +62,19 @@ class PreparedExperts(Registered):
     """The experts of a sparse layer that the kernels have registered under a handle. It runs the layer
     for experts.SparseMLP.run."""
 
-    def __init__(self, layers: list[nn.Module], config: Experts, choice_bias: Tensor | None, dtype: torch.dtype):
+    def __init__(self, layers: list[nn.Module], config: Experts, dtype: torch.dtype, more: dict):
         """layers: router, gate_up, down, and with a shared expert its gate, gate_up and down.
-        choice_bias (X,) float32. dtype: of the activations."""
+        dtype: of the activations. more: further arguments of prepare_experts."""
         router, gate_up, down, *shared = map(prepare, layers)
         if shared:
             router = PreparedLayer("stack_layers", [router, shared[0]], None)
         shared_gate_up, shared_down = [layer.handle for layer in shared[1:]] or (None, None)
         self.handle = torch.ops.fastpath.prepare_experts(  # the experts keep the layers
             router.handle, gate_up.handle, down.handle, shared_gate_up, shared_down, config.n_expert, config.n_active,
-            config.normalized, dtype, config.scoring, choice_bias, config.scale,
+            config.normalized, dtype, config.scoring, scale=config.scale, **more,
         )  # fmt: skip
         # The SparseMLP itself is no argument: its copy contains a copy of this object.
-        self.keep(torch.ops.fastpath.release_experts, [self.handle], layers, config, choice_bias, dtype)
+        self.keep(torch.ops.fastpath.release_experts, [self.handle], layers, config, dtype, more)
 
     def __call__(self, x: Tensor, input_pos: Tensor, counts: Tensor) -> Tensor:
         return torch.ops.fastpath.sparse_mlp.default(x, input_pos, counts, self.handle)

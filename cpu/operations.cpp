@@ -296,24 +296,33 @@ Handles<PreparedExperts> prepared_experts;
 //   gate_up, down   (2F,D) and (D,F) of each expert, expert after expert
 //   shared_gate_up  and shared_down, of the shared expert, or None
 // normalized: the weights of the chosen experts are divided by their sum. dtype: of the activations. scoring, and
-// choice_bias (X,) or None, and scale: see config.Experts.
+// choice_bias (X,) or None, and scale: see config.Experts. The rest: see PreparedExperts.
 int64_t prepare_experts(int64_t router, int64_t gate_up, int64_t down, std::optional<int64_t> shared_gate_up,
                         std::optional<int64_t> shared_down, int64_t X, int64_t k, bool normalized,
-                        at::ScalarType dtype, std::string_view scoring, const MaybeTensor& choice_bias, double scale) {
+                        at::ScalarType dtype, std::string_view scoring, const MaybeTensor& choice_bias, double scale,
+                        const MaybeTensor& scales, const MaybeTensor& router_norm, const MaybeTensor& norm, double eps,
+                        std::string_view activation) {
   TORCH_CHECK(0 < k && k <= X, k, " of ", X, " experts");
   TORCH_CHECK(shared_gate_up.has_value() == shared_down.has_value(), "a shared expert has gate_up and down");
   PreparedExperts p{.dtype = dtype, .X = X, .k = k, .normalized = normalized};
   p.sigmoid = scoring == "sigmoid";
   p.scale = scale;
-  if (choice_bias) {
-    p.choice_bias = checked(*choice_bias, "choice_bias", at::kFloat, {X}).clone();
-  }
+  p.eps = eps;
+  p.activation = activation_named(activation);
+  auto copy = [](const MaybeTensor& vector, const char* name, int64_t n) {
+    return checked(vector ? MaybeTensor(vector->to(at::kFloat, false, true)) : std::nullopt, name, at::kFloat, {n});
+  };
+  p.choice_bias = copy(choice_bias, "choice_bias", X);
+  p.scales = copy(scales, "scales", X);
   auto prepared = [&](int64_t handle) { return p.layers.emplace_back(prepared_layers.get(handle)); };
   const auto prepared_router = prepared(router);
   const auto prepared_up = prepared(gate_up);
   const auto prepared_down = prepared(down);
   p.D = prepared_router->layer.C;
   p.F = prepared_down->layer.C;
+  p.router_norm = copy(router_norm, "router_norm", p.D);
+  p.norm = copy(norm, "norm", p.D);
+  TORCH_CHECK(p.norm.has_value() == p.router_norm.has_value(), "experts have norm and router_norm, or neither");
   p.router = prepared_router->checked(at::kFloat, X + shared_down.has_value(), p.D);
   const Layer all_up = prepared_up->checked(dtype, -1, p.D);
   const Layer all_down = prepared_down->checked(dtype, -1, p.F);
@@ -382,14 +391,16 @@ Layer keep_layer(PreparedBlock& p, std::optional<int64_t> handle, int64_t N, int
   return p.layers.emplace_back(prepared_layers.get(*handle))->checked(p.dtype, N, C);
 }
 
-// The MLP, or the experts.
+// The MLP, or the experts, or both.
 void keep_mlp(PreparedBlock& p, std::optional<int64_t> up, std::optional<int64_t> down,
               std::optional<int64_t> experts) {
   if (experts) {
     p.experts = prepared_experts.get(*experts);
     TORCH_CHECK(p.experts->D == p.D && p.experts->dtype == p.dtype, "experts of D ", p.experts->D, " in ",
                 p.experts->dtype, ", a block of D ", p.D, " in ", p.dtype);
-    return;
+    TORCH_CHECK(p.experts->norm.has_value() == down.has_value(), "experts have a norm if they are beside an MLP");
+    if (!down) return;
+    TORCH_CHECK(p.mlp_term_norm && p.experts_term_norm, "an MLP beside experts: both outputs have norms");
   }
   TORCH_CHECK(down, "a block has an MLP or experts");
   p.F = prepared_layers.get(*down)->layer.C;
@@ -402,10 +413,11 @@ void keep_mlp(PreparedBlock& p, std::optional<int64_t> up, std::optional<int64_t
 int64_t prepare_block(
     at::ScalarType dtype, double eps, double residual_scale, bool post_norm_residual, double layer_scale,
     std::string_view activation,
-    // The norms before and after the token mixer and the MLP, and the layers. A sparse block has `experts` and neither
-    // up nor down. A block with no layer except qkv only writes keys and values.
+    // The norms before and after the token mixer and the MLP, and the layers. A block with `experts` has up and down if
+    // it has an MLP, too. A block with no layer except qkv only writes keys and values.
     const MaybeTensor& attention_norm, const MaybeTensor& attention_norm_bias, const MaybeTensor& attention_post_norm,
-    const MaybeTensor& mlp_norm, const MaybeTensor& mlp_norm_bias, const MaybeTensor& mlp_post_norm, int64_t qkv,
+    const MaybeTensor& mlp_norm, const MaybeTensor& mlp_norm_bias, const MaybeTensor& mlp_post_norm,
+    const MaybeTensor& mlp_term_norm, const MaybeTensor& experts_term_norm, int64_t qkv,
     std::optional<int64_t> out, std::optional<int64_t> up, std::optional<int64_t> down, std::optional<int64_t> experts,
     // Attention:
     int64_t H, int64_t K, int64_t E, int64_t gates, double scale, std::optional<int64_t> window, int64_t rope_table,
@@ -432,6 +444,8 @@ int64_t prepare_block(
   p.mlp_norm.weight = keep_floats(p, mlp_norm, "mlp_norm", {p.D});
   p.mlp_norm.bias = keep_floats(p, mlp_norm_bias, "mlp_norm_bias", {p.D});
   p.mlp_post_norm = keep_floats(p, mlp_post_norm, "mlp_post_norm", {p.D});
+  p.mlp_term_norm = keep_floats(p, mlp_term_norm, "mlp_term_norm", {p.D});
+  p.experts_term_norm = keep_floats(p, experts_term_norm, "experts_term_norm", {p.D});
 
   int64_t qkv_width;    // outputs of qkv
   int64_t mixed_width;  // inputs of out
@@ -645,10 +659,8 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
         block.experts.positions = call.input_pos.template const_data_ptr<int64_t>();
         block.experts.counts = counts.template data_ptr<int64_t>();
         work += p.experts->multiply_adds(M);
-      } else {
-        work += M * (p.up.N * D + p.down.C * D);
       }
-      work += M * (p.qkv.N * D + p.out.C * D);
+      work += M * (p.qkv.N + p.out.C + p.up.N + p.down.C) * D;
       all.push_back(block);
     }
 

@@ -75,4 +75,16 @@ inline void split_pairs(i32x16 words, f32x16& first, f32x16& second) {
   second = as_floats(words & ints(0xffff0000));
 }
 
+// RMSNorm of a row, with sums in float32. W and Out are T or float.
+template <class T, class W, class Out>
+void rms_norm_row(const T* x, const W* w, Out* out, int64_t D, float eps) {
+  f32x16 squares = floats(0.0f);
+  for (int64_t i = 0; i < D; i += LANES) {
+    const f32x16 v = load(x + i, D - i);
+    squares = fma(v, v, squares);
+  }
+  const f32x16 scale = floats(1.0f / std::sqrt(sum_of_lanes(squares) / D + eps));
+  for (int64_t i = 0; i < D; i += LANES) store(out + i, load(x + i, D - i) * scale * load(w + i, D - i), D - i);
+}
+
 }  // namespace fastpath

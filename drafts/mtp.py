@@ -36,7 +36,7 @@ class MtpDraft(Draft):
     def __init__(self, model: Transformer):
         self.head = ReducedHead(model)
         layers = [model.mtp.proj, model.mtp.block, self.head.layer]
-        self.reads = reads_of(layers, model.mtp.block.mlp.sparse)
+        self.reads = reads_of(layers, model.mtp.block.sparse)
 
     def begin(self, engine: Engine):
         super().begin(engine)

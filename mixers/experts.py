@@ -9,6 +9,10 @@
 In LFM2-MoE, the weights are sigmoid(logits) instead, and the experts with the largest
 sigmoid(logits) + bias are chosen.
 
+In Gemma 4, a block has an MLP and experts. Both read the residual stream x, each through norms of its own:
+    logits = router N_r(x)
+    y = N_m(MLP(N(x))) + N_p(the sum of weight * scale of the expert * expert(N_e(x)))
+
 So a token is multiplied with k of X experts, and a step reads only the experts that its tokens have
 chosen. docs/experts.md has the numbers.
 
@@ -20,7 +24,7 @@ Shapes as in model.py; X experts, k experts for each token, M = B * S tokens, F 
 expert.
 
 Sources: sparsely gated experts (arXiv:1701.06538), Mixtral (arXiv:2401.04088), Qwen3
-(arXiv:2505.09388), Qwen3.5, LFM2-MoE; the bias on sigmoid scores: DeepSeek-V3 (arXiv:2412.19437).
+(arXiv:2505.09388), Qwen3.5, LFM2-MoE, Gemma 4; the bias on sigmoid scores: DeepSeek-V3 (arXiv:2412.19437).
 """
 
 import itertools
@@ -33,7 +37,7 @@ from torch import Tensor, nn
 
 from config import Config
 from kernels import MAX_DECODE_TOKENS, define_reference
-from layers import ExpertStack, FeedForward, Router, Units, empty_parameter
+from layers import ExpertStack, FeedForward, RMSNorm, Router, Units, empty_parameter, gated
 
 # In prefill, torch multiplies with weights that are not quantized. It may sum in another order for
 # fewer rows than this, so an expert of fewer tokens gets rows of zeros: its bits must not depend on
@@ -44,7 +48,7 @@ MIN_SIGMOID_SUM = 1e-6
 
 
 class SparseMLP(FeedForward):
-    """Experts instead of one MLP."""
+    """Experts instead of one MLP, or beside it. Those beside an MLP normalize their input themselves."""
 
     name = "experts"
 
@@ -55,11 +59,21 @@ class SparseMLP(FeedForward):
         super().__init__()
         experts = config.experts
         self.config = experts
+        self.kind = config.mlp
         self.X = experts.n_expert
         self.k = experts.n_active
         self.normalized = experts.normalized
         self.router = Router(config.dim, self.X)
         self.choice = ChoiceBias(self.X) if experts.choice_bias else None
+        self.scales = ExpertScales(self.X) if experts.expert_scales else None
+        self.norm = None
+        if experts.beside_mlp:
+            self.router_norm = RMSNorm(config.dim, config.norm_eps)
+            self.router_norm.is_float32 = True  # like the router
+            self.norm = RMSNorm(config.dim, config.norm_eps)
+            # model.Block applies these two: in a split model, the outputs are first summed over the ranks.
+            self.term_norm = RMSNorm(config.dim, config.norm_eps)
+            self.mlp_term_norm = RMSNorm(config.dim, config.norm_eps)
         hidden = Units("experts", experts.hidden_dim, even=False)
         self.gate_up = ExpertStack(config.dim, 2 * experts.hidden_dim, self.X, [[hidden], [hidden]])
         self.down = ExpertStack(experts.hidden_dim, config.dim, self.X, columns=[hidden])
@@ -77,10 +91,6 @@ class SparseMLP(FeedForward):
     def __setstate__(self, state):  # a copy gets a number of its own
         super().__setstate__(state)
         self._register()
-
-    @property
-    def sparse(self) -> list[FeedForward]:
-        return [self]
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -103,15 +113,24 @@ class SparseMLP(FeedForward):
 
         few = x.shape[1] <= MAX_DECODE_TOKENS
         run = torch.ops.fastpath.experts.default
+        x = self.normed(x)
         y = run(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), self.number, few).view(x.shape)
         if self.shared is not None:
             y = y + self.shared_gate(x).sigmoid() * self.shared(x)
         return y.to(x.dtype)
 
+    def normed(self, x: Tensor) -> Tensor:
+        """What the experts multiply."""
+        return x if self.norm is None else self.norm(x)
+
+    def router_input(self, x: Tensor) -> Tensor:
+        """What the router multiplies, in float32."""
+        return x.float() if self.norm is None else self.router_norm(x.float())
+
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of the experts of tokens x (B,S,D), (B,S,k) int64, and their weights (B,S,k)
         float32."""
-        logits = self.router(x)  # (B,S,X)
+        logits = self.router(self.router_input(x))  # (B,S,X)
         scores = logits.sigmoid() if self.config.scoring == "sigmoid" else logits
         preferences = scores if self.choice is None else scores + self.choice.bias
         # torch.topk says nothing about the order of equal numbers.
@@ -124,6 +143,8 @@ class SparseMLP(FeedForward):
             weights = logits.gather(-1, ids).softmax(-1)
         else:
             weights = logits.softmax(-1).gather(-1, ids)
+        if self.scales is not None:
+            weights = weights * self.scales.weight[ids]
         return ids, weights * self.config.scale
 
     def count(self, ids: Tensor):
@@ -142,6 +163,16 @@ class ChoiceBias(nn.Module):
     def __init__(self, X: int):
         super().__init__()
         self.bias = empty_parameter(X)  # float32
+
+
+class ExpertScales(nn.Module):
+    """A factor of each expert's weight."""
+
+    is_float32 = True
+
+    def __init__(self, X: int):
+        super().__init__()
+        self.weight = empty_parameter(X)  # float32
 
 
 # ---------------------------------------------------------------- the loop over the experts
@@ -175,7 +206,7 @@ def run_experts(x: Tensor, ids: Tensor, weights: Tensor, layer: int, few: bool) 
             # (1,rows,D): the kernels leave passes of many tokens S to torch. See kernels.linear.
             h = F.pad(h, (0, 0, 0, max(0, PREFILL_ROWS - count)))[None]
         gate, up = experts.gate_up.multiply_expert(h, e).chunk(2, dim=-1)
-        y = experts.down.multiply_expert(F.silu(gate) * up, e)
+        y = experts.down.multiply_expert(gated(experts.kind, gate, up), e)
         outputs[choices] = y.view(-1, x.shape[1])[:count]
 
     outputs = outputs.view(M, k, -1)

@@ -99,6 +99,15 @@ QWEN_EXPERT_NAMES = {
     "experts.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
     "experts.shared.down": ["mlp.shared_expert.down_proj"],
 }
+GEMMA4_EXPERT_NAMES = {
+    "experts.router": ["router.proj"],
+    "experts.gate_up": ["experts.gate_up_proj"],
+    "experts.down": ["experts.down_proj"],
+    "experts.norm": ["pre_feedforward_layernorm_2"],
+    "experts.term_norm": ["post_feedforward_layernorm_2"],
+    "experts.mlp_term_norm": ["post_feedforward_layernorm_1"],
+}
+GEMMA4_FUSED_EXPERTS = {"experts.gate_up": "experts.gate_up_proj", "experts.down": "experts.down_proj"}
 LFM2_EXPERT_NAMES = {
     "experts.router": ["feed_forward.gate"],
     "experts.gate_up": ["feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"],
@@ -357,15 +366,10 @@ def gemma3_gguf_fields(config: Config) -> dict:
 
 
 def gemma4_fields(fields: Fields) -> dict:
-    """The dense models."""
     # Null stands for the default.
     fields.all = {name: value for name, value in fields.all.items() if value is not None}
-    if fields.take("enable_moe_block", False):
-        fields.refuse("enable_moe_block", "is not supported in Gemma 4; expected false")
     if fields.take("use_bidirectional_attention", "vision") != "vision":
         fields.refuse("use_bidirectional_attention", "is not supported: a token would see later ones")
-    for name in ("top_k_experts", "moe_intermediate_size"):
-        fields.take(name, None)  # without experts, they have no effect
 
     n_layer = fields.take("num_hidden_layers")
     check_positive_int("n_layer", n_layer)
@@ -388,6 +392,7 @@ def gemma4_fields(fields: Fields) -> dict:
             "max_seq_length": fields.take("max_position_embeddings"),
             "logits_softcap": fields.take("final_logit_softcapping", None),
         }
+        | gemma4_experts(fields, n_layer)
     )
 
 
@@ -403,6 +408,13 @@ def gemma4_small_fields(fields: Fields, found: dict) -> dict:
     if fields.take("vocab_size_per_layer_input", 262144) != found["vocab_size"] and small["per_layer_dim"]:
         fields.refuse("vocab_size_per_layer_input", f"is not the vocab_size {found['vocab_size']}")
     return small
+
+
+def gemma4_experts(fields: Fields, n_layer: int) -> dict:
+    sizes = [fields.take(name, None) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")]
+    if not fields.take("enable_moe_block", False):
+        return {}
+    return {"experts": Experts(tuple(range(n_layer)), *sizes, **GEMMA4_EXPERTS)}
 
 
 def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -> dict:
@@ -423,7 +435,8 @@ def gemma4_full_heads(fields: Fields, layers: list[int], keys_as_values: bool) -
 
 
 def gemma4_gguf_fields(config: Config) -> dict:
-    return gguf_windows(config, 6, 10000.0) | gemma4_constants(config.dim)
+    found = gguf_windows(config, 6, 10000.0) | gemma4_constants(config.dim)
+    return found | {"experts": config.experts and replace(config.experts, **GEMMA4_EXPERTS)}
 
 
 def gemma4_constants(dim: int) -> dict:
@@ -516,6 +529,7 @@ def lfm2_hidden_dim(fields: Fields) -> int:
     return -(-width // multiple) * multiple
 
 
+GEMMA4_EXPERTS = {"expert_scales": True, "beside_mlp": True}
 QWEN35 = {"qk_norm": True, "attention_gate": True, "float32_norms": True}
 OLMO2 = {"norm_placement": "after", "qk_norm": True, "qk_norm_whole": True}
 
@@ -623,6 +637,11 @@ def plus_one(config: Config, weight: Tensor) -> Tensor:
     return 1 + weight.float()
 
 
+def router_norm(config: Config, weight: Tensor) -> Tensor:
+    """The weight of the norm before a router whose input is also multiplied by D^-0.5."""
+    return weight.float() * config.dim**-0.5
+
+
 def rotated_pairs(config: Config, tensor: Tensor) -> Tensor:
     """Rows of q, k and v for RoPE that rotates (i, i + R/2) in the first R dimensions of each head,
     reordered for ours, which rotates (i, i + E/2)."""
@@ -707,6 +726,7 @@ GEMMA3_LAYOUT = replace(
 GEMMA4_LAYOUT = replace(
     POST_NORM_LAYOUT,
     names=POST_NORM_NAMES
+    | GEMMA4_EXPERT_NAMES
     | {
         "layer_inputs.table": ["model.embed_tokens_per_layer"],
         "layer_inputs.proj": ["model.per_layer_model_projection"],
@@ -716,8 +736,14 @@ GEMMA4_LAYOUT = replace(
         "layer_input.norm": ["post_per_layer_input_norm"],
     },
     renames=MULTIMODAL_RENAMES,
-    whole_names={"scale.weight": "layer_scalar"},
+    fused_experts=GEMMA4_FUSED_EXPERTS,
+    whole_names={
+        "scale.weight": "layer_scalar",
+        "experts.router_norm.weight": "router.scale",
+        "experts.scales.weight": "router.per_expert_scale",
+    },
     constants={"attention.v_norm": 1.0},
+    folds={"router.scale": router_norm},
 )
 GEMMA4_GGUF_LAYOUT = replace(
     GGUF_LAYOUT,
@@ -730,8 +756,16 @@ GEMMA4_GGUF_LAYOUT = replace(
         "layer_input.gate": ["inp_gate"],
         "layer_input.proj": ["proj"],
         "layer_input.norm": ["post_norm"],
+        "experts.norm": ["pre_ffw_norm_2"],
+        "experts.term_norm": ["post_ffw_norm_2"],
+        "experts.mlp_term_norm": ["post_ffw_norm_1"],
+    },
+    whole_names={
+        "experts.router_norm.weight": "ffn_gate_inp.scale",
+        "experts.scales.weight": "ffn_down_exps.scale",
     },
     constants=GEMMA4_LAYOUT.constants,
+    folds={"ffn_gate_inp.scale": router_norm},
 )
 MIXTRAL_LAYOUT = replace(
     LLAMA_LAYOUT,
@@ -1077,6 +1111,7 @@ RECORDS = [
         gguf_architecture="gemma4",
         gguf_layout=GEMMA4_GGUF_LAYOUT,
         keys_as_values=True,
+        gguf_experts=True,
         gguf_fields=gemma4_gguf_fields,
     ),
     # Its GGUF files have the architecture gemma4.

@@ -89,7 +89,7 @@ def run_ours(checkpoint: Checkpoint, ids: list[int], dtype: torch.dtype) -> dict
 
     for i, block in enumerate(model.blocks):
         parts = {}
-        if not block.mlp.sparse:
+        if block.mlp_name == "mlp":
             gate, up = tensors[f"blocks.{i}.mlp.gate_up"].chunk(2, dim=-1)
             parts = {"mlp.gate": gate, "mlp.up": up}
         if not block.mixer.state.is_recurrent:

@@ -133,7 +133,7 @@ def save_random(config, directory: Path, seed: int, **save):
             is_norm = ("norm" in key or "ln_f" in key) and not key.endswith("bias")
             # Norms of Gemma and Qwen3.5 add 1 themselves, but for that in a gated delta net.
             adds_one = kind.startswith(("gemma3", "qwen3_5")) and not key.endswith("linear_attn.norm.weight")
-            if is_norm and not adds_one:
+            if (is_norm and not adds_one) or key.endswith("scale"):  # Gemma 4's router has two scales
                 weight += 1
             if key.endswith("dt_bias"):  # the state then remembers some tens of tokens
                 weight -= 3

@@ -157,9 +157,9 @@ def model_tensors(model, family):
             continue
         array = weight.float().numpy()
         stem, kind = name.rsplit(".", 1)
-        if kind in ("gate_up_proj", "down_proj", "layer_scalar"):  # the matrices of all experts; Gemma 4
+        if kind in ("gate_up_proj", "down_proj", "layer_scalar", "per_expert_scale"):  # of all experts; Gemma 4
             stem = name
-            kind = "weight"
+            kind = "scale" if kind == "per_expert_scale" else "weight"
         last = stem.split(".")[-1]
         if family == "gemma3" and stem.endswith("norm"):
             array = array + 1

@@ -234,13 +234,15 @@ def test_packed_weights_are_the_same_numbers(format, group, K):
 
 # ---------------------------------------------------------------- sparse layers
 
-# dtype formats of gate_up and down, group, X  k  D   F  normalized shared, then scoring, choice_bias, scale
+# dtype formats of gate_up and down, group, X  k  D   F  normalized shared, then scoring, choice_bias, scale,
+# expert_scales, beside_mlp; the layers with these two have GeGLU
 SPARSE = [
     (F32, None, None, 0, 5, 2, 40, 24, True, 33), (BF16, None, None, 0, 9, 3, 40, 24, False, 12),
     (F32, "int4", "int8", 32, 9, 2, 40, 70, False, 0), (BF16, "int4", "int4", 64, 5, 2, 300, 24, True, 0),
     (BF16, "int8", "int4", 0, 9, 3, 150, 24, True, 0), (F16, "int8", None, 128, 5, 1, 130, 24, False, 20),
     (F32, "int4", "int4", 0, 1, 1, 40, 24, True, 0), (F32, None, None, 0, 9, 4, 40, 24, True, 0, "sigmoid", True, 2.5),
     (F32, None, None, 0, 6, 2, 40, 24, False, 20, "sigmoid"),
+    (F32, "int4", None, 32, 7, 3, 40, 24, True, 0, "softmax", False, 1.5, True, True),
 ]  # fmt: skip
 
 
@@ -248,7 +250,8 @@ def sparse_layer(case):
     """(a sparse layer with the kernels, the same layer in float32 and plain torch)."""
     dtype, up_format, down_format, group, X, k, D, hidden, normalized, shared, *scoring = case
     experts = Experts((0,), X, k, hidden, normalized, shared, *scoring)
-    plain = fill(layer_of(Config(1, 2, 1, 20, D, 44, 97, 64, experts=experts)), X)
+    mlp = "geglu" if experts.expert_scales else "swiglu"
+    plain = fill(layer_of(Config(1, 2, 1, 20, D, 44, 97, 64, experts=experts, mlp=mlp)), X)
     ours = copy.deepcopy(plain)
     for name, format in (("gate_up", up_format), ("down", down_format)):
         stack = getattr(plain, name)

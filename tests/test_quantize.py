@@ -5,6 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -23,7 +24,7 @@ from cli import UserError
 from config import Config
 from costs import roofline, total_weight_bytes, weight_bytes
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme, pack
-from layers import ExpertStack
+from layers import ExpertStack, gated
 from load import load_model
 from quantize import quantize_checkpoint
 
@@ -398,10 +399,15 @@ def test_an_expert_with_few_inputs_does_not_fit_them_alone(n):
     assert torch.equal(stack.weight[:96], weight[:96]) and torch.equal(stack.weight[96:], unpacked(packed, 32, 128))
 
 
-def test_gptq_of_experts(tmp_path, monkeypatch, capsys):
+BESIDE_MLP = replace(SPARSE.experts, shared_dim=0, expert_scales=True, beside_mlp=True)
+BESIDE_MLP = replace(SPARSE, mlp="geglu", norm_placement="both", float32_norms=True, experts=BESIDE_MLP)
+
+
+@pytest.mark.parametrize("config", [SPARSE, BESIDE_MLP], ids=["instead of an MLP", "beside an MLP"])
+def test_gptq_of_experts(tmp_path, monkeypatch, capsys, config):
     """Each with its own inputs. The last expert of one layer is never chosen: it is rounded, and named."""
     monkeypatch.setattr(quantize, "SEQUENCE_LENGTH", 128)
-    source = write_random(tmp_path / "x", SPARSE)
+    source = write_random(tmp_path / "x", config)
     weights = load_file(source / "model.safetensors")
     router = weights["blocks.2.experts.router.weight"]
     router[2:4] = -router[:2]
@@ -422,9 +428,9 @@ def test_gptq_of_experts(tmp_path, monkeypatch, capsys):
     ids = layers[0].choose(x[0])[0]
     errors = torch.zeros(2)  # of GPTQ and of rounding, for down
     for e in range(4):
-        h = x[0][(ids == e).any(2)]
+        h = layers[0].normed(x[0][(ids == e).any(2)])
         products = [layer.gate_up.multiply_expert(h, e) for layer in layers]
-        hidden = F.silu(products[0][:, : SPARSE.experts.hidden_dim]) * products[0][:, SPARSE.experts.hidden_dim :]
+        hidden = gated(config.mlp, *products[0].chunk(2, dim=1))
         outputs = [layer.down.multiply_expert(hidden, e) for layer in layers]
         error, worst = ((product - products[0]).square().mean() for product in (products[2], products[1]))
         assert error < 0.9 * worst, e

@@ -62,6 +62,8 @@ SPARSE_2 = QWEN3 | {"n_layer": 3, "experts": Experts((0, 2), 5, 2, hidden_dim=96
 SPARSE_3 = QWEN35_3 | {"experts": Experts((0, 1), 7, 3, hidden_dim=41, normalized=False, shared_dim=29)}
 SIGMOID = Experts((1, 2), 5, 3, hidden_dim=44, scoring="sigmoid", choice_bias=True, scale=1.7)
 LFM2_MOE = LFM2_2 | {"experts": SIGMOID}
+GEMMA4_MOE = GEMMA3 | {"value_norm": True, "layer_scale": True}
+GEMMA4_MOE |= {"experts": Experts((0, 1), 5, 3, hidden_dim=37, expert_scales=True, beside_mlp=True)}
 NANOCHAT = QWEN3 | {"mlp": "relu2", "embedding_norm": True, "logits_softcap": 9.0}
 SPARSE_1 = LLAMA | {"n_layer": 1, "experts": Experts((0,), 3, 2, hidden_dim=512, shared_dim=768)}
 STACKS = {"blocks.0.experts.gate_up": "q4_k+q5_k", "blocks.0.experts.shared.gate_up": "q6_k+none"}
@@ -104,6 +106,7 @@ CASES = {
     "2 experts, some layers dense": (2, SPARSE_2, 4, 2, 16, 48, 160, True, ("int4", 32, "int8"), "torch", False),
     "2 experts, q4_k": (2, SPARSE_1, 2, 2, 16, 256, 70, False, ("q4_k", 256, "none", STACKS), "torch", False),
     "3 qwen35 with experts": (3, SPARSE_3, 6, 3, 12, 50, 63, False, None, "auto", False),
+    "2 gemma4 with experts": (2, GEMMA4_MOE, 4, 2, 18, 46, 59, True, None, "auto", False),
     "4 bloom, int8": (4, BLOOM, 8, 8, 16, 64, 128, True, ("int8", 32, "none"), "torch", False),
 }  # fmt: skip
 

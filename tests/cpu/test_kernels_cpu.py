@@ -27,7 +27,7 @@ from checkpoint import Writer, empty_model
 from cli import UserError
 from config import Config
 from cpu import build
-from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS
+from cpu.install import MAX_CONV_WIDTH, STATE_TENSORS, FusedBlocks
 from cpu.layers import GROUP, LANES, PackedEmbedding, PackedLinear
 from formats import FORMATS, Quantization, QuantizedEmbedding, QuantizedLinear, Scheme
 from kernels import DELTA_WINDOW, KERNELS, MAX_DECODE_TOKENS, attention_reference
@@ -296,6 +296,7 @@ def test_opcheck(dtype):
         "ministral3-gqa",
         "gemma4-tied",
         "gemma4-inputs",
+        "gemma4-moe-5",
         "qwen35-grouped",
         "lfm2-tied",
         "qwen35-moe-5",
@@ -314,7 +315,7 @@ def test_opcheck_of_blocks(tiny, name):
     caches = [[cache.k for cache in kept], [cache.v for cache in kept]]
     for tensor in STATE_TENSORS:
         caches.append([getattr(state, tensor) for state in recurrent if hasattr(state, tensor)])
-    caches.append([layer.counts for block in model.blocks for layer in block.mlp.sparse])
+    caches.append([layer.counts for block in model.blocks for layer in block.sparse])
     x = numbers(2, 2, model.config.dim)
     torch.use_deterministic_algorithms(False)
     own = None
@@ -322,7 +323,7 @@ def test_opcheck_of_blocks(tiny, name):
         own = model.layer_inputs(torch.tensor([[3, 4], [5, 0]]), x)
     torch.library.opcheck(ops.blocks, (x, input_pos, None, *tables, *caches, own, model.backend.run_blocks.handles))
     for counts in caches[-1][:1]:
-        experts = next(layer for block in model.blocks for layer in block.mlp.sparse)
+        experts = next(layer for block in model.blocks for layer in block.sparse)
         torch.library.opcheck(ops.sparse_mlp, (x, input_pos, counts, experts.run.handle))
 
 
@@ -468,6 +469,7 @@ MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
 MODELS += [("gemma4-untied", None), ("gemma4-tied", None), ("gemma4-e2b", None)]
 MODELS += [("gemma4-e4b", Quantization("int8", 0, "int8")), ("gemma4-shared", None)]
+SPARSE = [("gemma4-moe-5", None), ("gemma4-moe-8", None), ("gemma4-moe-5", Quantization("int4", 32, "int8"))]
 
 
 def write_aligned(directory: Path, tied: bool):
@@ -502,7 +504,7 @@ def plain_tokens(directory, prompts, n):
         return greedy(load_model(directory, dtype=torch.float32, kernels="torch"), prompts, n)
 
 
-@pytest.mark.parametrize("name, quantization", MODELS)
+@pytest.mark.parametrize("name, quantization", MODELS + SPARSE)
 def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
     directory, prompts = checkpoint(name, quantization), random_prompts((3, 40, 17))
     model = load_model(directory, dtype=torch.float32)
@@ -514,6 +516,7 @@ def test_the_same_tokens_as_plain_torch(checkpoint, name, quantization):
 
 INVARIANT = [("qwen3-gqa", Quantization("int8", 32, "int4")), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8")), ("gemma4-e2b", Quantization("int4", 0, "int8"))]
+INVARIANT += [("gemma4-unified", Quantization("int8", 0, "int8")), ("gemma4-moe-5", Quantization("int4", 0, "int8"))]
 INVARIANT += [pytest.param(name, None, marks=needs_amx) for name in ("aligned-tied", "aligned-untied")]
 
 
@@ -574,6 +577,24 @@ def test_fused_blocks_equal_single_blocks(checkpoint, name, quantization, dtype)
     for one, other in zip(*found):
         close(one, other.float(), 1e-5 if dtype == torch.float32 else 0.05)
         assert one[one != 0].numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, quantization", SPARSE)
+def test_a_fused_block_with_an_mlp_and_experts_equals_a_single_one(checkpoint, name, quantization, dtype):
+    """With the same inputs for each block: where rounding changes them, a token may choose other experts."""
+    model = load_model(checkpoint(name, quantization), dtype=dtype)
+    model.setup_caches(8, 40)
+    x, rows = numbers(8, 5, model.config.dim, dtype=dtype), torch.arange(8)
+    input_pos = torch.arange(5).repeat(8, 1)
+    input_pos[3, 2:] = -1
+    ropes = model.positions.ropes(input_pos)
+    for block in model.blocks:
+        fused = FusedBlocks([block], dtype)([block], x, ropes, input_pos, rows)
+        counts = block.experts.counts.clone()
+        single = block(x, ropes[block.rope_table], input_pos, rows)
+        assert torch.equal(block.experts.counts, 2 * counts)
+        close(fused[input_pos >= 0], single[input_pos >= 0].float(), 1e-5 if dtype == torch.float32 else 0.05)
 
 
 def test_blocks_of_another_model_are_refused(tiny):
@@ -978,7 +999,7 @@ def test_under_sanitizers(tmp_path, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma4-tied", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
+@pytest.mark.parametrize("name", ["qwen3-gqa", "gemma4-moe-5", "lfm2-tied", "qwen35-wide", "mixtral-3", "qwen35-moe-5"])
 def test_a_copy_is_a_model_of_its_own(tiny, name, dtype):
     """It computes the same bits, also without the original, and other weights change only the model they are in."""
     model = load_model(tiny(name)[2], dtype=dtype)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -22,17 +23,21 @@ from model import MLP, Transformer
 NEAR = 2e-6  # float32 sums in another order, relative to the largest number
 CPU = torch.device("cpu")
 SIZES = {"n_layer": 3, "n_head": 6, "n_kv_head": 3, "head_dim": 10, "hidden_dim": 44, "vocab_size": 97}
-# D, then those of Experts: n_expert, n_active, hidden_dim, normalized, shared_dim, scoring, choice_bias, scale
+# D, then those of Experts: n_expert, n_active, hidden_dim, normalized, shared_dim, scoring, choice_bias, scale,
+# expert_scales, beside_mlp; the layers with these two have GeGLU
 CASES = {
     "3-1": (36, 3, 1, 20, True, 0), "5-2": (40, 5, 2, 33, False, 24), "8-3": (70, 8, 3, 16, True, 50),
     "33-8": (96, 33, 8, 64, False, 0), "9-4": (50, 9, 4, 28, True, 0, "sigmoid", True, 2.5),
     "7-3": (46, 7, 3, 26, False, 0, "sigmoid", True), "6-2": (44, 6, 2, 22, True, 38, "sigmoid"),
+    "7-4": (54, 7, 4, 30, True, 0, "softmax", False, 1.5, True, True),
 }  # fmt: skip
 
 
 def make_config(name):
     D, *sizes = CASES[name]
-    return Config(**SIZES, dim=D, max_seq_length=128, experts=Experts((0, 2), *sizes))
+    experts = Experts((0, 2), *sizes)
+    mlp = "geglu" if experts.expert_scales else "swiglu"
+    return Config(**SIZES, dim=D, max_seq_length=128, experts=experts, mlp=mlp)
 
 
 def fill(module, seed, dtype=torch.float32):
@@ -40,10 +45,10 @@ def fill(module, seed, dtype=torch.float32):
     state = {}
     for i, (name, tensor) in enumerate(module.state_dict().items()):
         weight = numbers(*tensor.shape, seed=1000 * seed + i) * tensor.shape[-1] ** -0.5
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "scales.weight")):
             weight = weight + 1
-        in_float = name.endswith(("router.weight", "shared_gate.weight", "choice.bias"))
-        state[name] = weight if in_float else weight.to(dtype)
+        is_float32 = ("router.weight", "router_norm.weight", "shared_gate.weight", "scales.weight", "choice.bias")
+        state[name] = weight if name.endswith(is_float32) else weight.to(dtype)
     module.load_state_dict(state, assign=True)
     return module
 
@@ -89,17 +94,24 @@ def specification(layer, x):
     y = torch.zeros(x.shape, dtype=torch.float64)
     for at in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
         token = x[tuple(at)].double()
-        logits = layer.router.weight.double() @ token
+        routed = token
+        if layer.config.beside_mlp:
+            routed = F.rms_norm(token, token.shape, layer.router_norm.weight.double(), layer.norm.eps)
+            token = F.rms_norm(token, token.shape, layer.norm.weight.double(), layer.norm.eps)
+        logits = layer.router.weight.double() @ routed
         scores = logits.sigmoid() if layer.config.scoring == "sigmoid" else logits.softmax(0)
         preferred = scores if layer.choice is None else scores + layer.choice.bias
         ids = sorted(range(layer.X), key=lambda e: (-preferred[e], e))[:experts]
         weights = scores[ids] * layer.config.scale
         if layer.normalized:
             weights = weights / (scores[ids].sum() + (1e-6 if layer.config.scoring == "sigmoid" else 0))
+        if layer.scales is not None:
+            weights = weights * layer.scales.weight[ids]
+        activation = F.silu if layer.kind == "swiglu" else partial(F.gelu, approximate="tanh")
         for e, weight in zip(ids, weights):
             gate, up = layer.gate_up.weight.view(layer.X, -1, len(token))[e].double().mv(token).chunk(2)
             down = layer.down.weight.view(layer.X, len(token), -1)[e].double()
-            y[tuple(at)] += weight * down.mv(F.silu(gate) * up)
+            y[tuple(at)] += weight * down.mv(activation(gate) * up)
         if layer.shared is not None:
             gate, up = layer.shared.gate_up.weight.double().mv(token).chunk(2)
             shared = layer.shared.down.weight.double().mv(F.silu(gate) * up)
@@ -116,10 +128,10 @@ def test_fused_operations_refuse_a_field_of_experts_that_they_do_not_know():
         with torch.device("meta"):
             model = Transformer(dataclasses.replace(config, experts=experts))
         fill(model, 0)
-        for layer in [layer for block in model.blocks for layer in block.mlp.sparse]:
+        for layer in [layer for block in model.blocks for layer in block.sparse]:
             layer.set_counts(torch.zeros(layer.X + 1, dtype=torch.int64))
         install_kernels(model)
-        runs = [layer.run for block in model.blocks for layer in block.mlp.sparse]
+        runs = [layer.run for block in model.blocks for layer in block.sparse]
         assert all(run is not None for run in runs) == is_known
         assert (model.backend.run_blocks is not None) == is_known
         assert uses_only(model.config, (*FUSED_FIELDS, "experts")) == is_known  # what Triton's installer asks

@@ -63,10 +63,10 @@ def random_member(family: str, seed: int, wide: bool = False):
         scalar = E if seed % 2 else rng.randint(5, 40)  # E in most models; a GGUF file means E
         more = {"head_dim": E, "query_pre_attn_scalar": scalar, "layer_types": kinds}
         return conftest.GEMMA3(**sizes, **biased, **more, sliding_window=window, rope_parameters=rope)
-    if family == "gemma4":
-        return gemma4(rng, seed, sizes | biased, E, kinds, wide)
     if family == "gemma4_small":
         return gemma4_small(rng, seed, sizes, E, wide)
+    if family.startswith("gemma4"):
+        return gemma4(rng, family, seed, sizes | biased, E, kinds, wide)
     if family == "phi3":
         part = rng.choice([1.0, 0.5, 0.75])
         plain = {"rope_type": "default", "rope_theta": 1e4}
@@ -121,8 +121,8 @@ def random_member(family: str, seed: int, wide: bool = False):
     return conftest.OLMO3(**sizes, **biased, layer_types=kinds, sliding_window=window, rope_parameters=rope)
 
 
-def gemma4(rng: random.Random, seed: int, sizes: dict, E: int, kinds: list, wide: bool):
-    """A dense config of either type, with one window for all, shorter than most prompts. A GGUF file has no biases."""
+def gemma4(rng: random.Random, family: str, seed: int, sizes: dict, E: int, kinds: list, wide: bool):
+    """A config of either type, with one window for all, shorter than most prompts. A GGUF file has no biases."""
     H = sizes["num_attention_heads"]
     full = {"rope_type": "proportional", "rope_theta": rng.choice([1e6, 2e4])}
     full |= {"partial_rotary_factor": rng.choice([0.25, 0.5, 0.3])}
@@ -131,7 +131,10 @@ def gemma4(rng: random.Random, seed: int, sizes: dict, E: int, kinds: list, wide
     sizes |= {"attention_k_eq_v": seed % 4 < 2, "final_logit_softcapping": rng.choice([None, 3.0])}
     sizes |= {"num_global_key_value_heads": rng.choice([n for n in range(1, H + 1) if H % n == 0] + [None])}
     sizes |= {"sliding_window": rng.randint(2, 50), "rope_parameters": rope, "attention_bias": seed == 5}
-    if seed % 2:
+    if family == "gemma4_moe":
+        sizes |= experts(rng, family, len(kinds), wide) | {"enable_moe_block": True}
+        sizes["top_k_experts"] = sizes.pop("num_experts_per_tok")
+    elif seed % 2:
         return conftest.GEMMA4_UNIFIED(**sizes)
     return conftest.GEMMA4(**{"hidden_size_per_layer_input": 0} | sizes)
 
@@ -144,10 +147,10 @@ def gemma4_small(rng: random.Random, seed: int, sizes: dict, E: int, wide: bool)
     kinds = rng.choices(both, k=rng.randint(0, 2)) + rng.sample(both, 2) + rng.choices(both, k=shared)
     sizes |= {"num_hidden_layers": len(kinds), "num_kv_shared_layers": shared, "use_double_wide_mlp": seed % 2 == 0}
     if seed % 5 == 1:
-        return gemma4(rng, 2 * seed + 1, sizes, E, kinds, wide)
+        return gemma4(rng, "gemma4", 2 * seed + 1, sizes, E, kinds, wide)
     sizes |= {"hidden_size_per_layer_input": 32 if wide else 2 * rng.randint(3, 17)}
     sizes |= {"vocab_size_per_layer_input": VOCABULARY}
-    return gemma4(rng, 2 * seed, sizes, E, kinds, wide)
+    return gemma4(rng, "gemma4", 2 * seed, sizes, E, kinds, wide)
 
 
 def delta_net(rng: random.Random, layers: int, wide: bool) -> dict:
@@ -169,6 +172,8 @@ def experts(rng: random.Random, family: str, layers: int, wide: bool) -> dict:
     if family == "mixtral":
         return fields
     fields["moe_intermediate_size"] = 32 if wide else 2 * rng.randint(4, 16)
+    if family == "gemma4_moe":
+        return fields
     if family == "qwen35_moe":
         return fields | {"shared_expert_intermediate_size": 96 if wide else 2 * rng.randint(4, 16)}
     for_gguf = wide or rng.random() < 0.5
@@ -209,6 +214,7 @@ FAMILIES = (
     *EXPERTS,
     "gemma4",
     "gemma4_small",
+    "gemma4_moe",
 )
 
 
@@ -270,6 +276,7 @@ PAIRS = [(family, how) for i, family in enumerate(FAMILIES) for how in (HOW[i % 
 PAIRS += [("gemma3", "lookup"), ("phi3", "self draft"), ("phi3", "lookup"), ("phi3", "beside others")]
 PAIRS += [("gemma4", "lookup"), ("gemma4", "self draft"), ("gemma4", "beside others")]
 PAIRS += [("gemma4_small", "lookup"), ("gemma4_small", "self draft"), ("gemma4_small", "beside others")]
+PAIRS += [("gemma4_moe", "lookup"), ("gemma4_moe", "self draft"), ("gemma4_moe", "beside others")]
 PAIRS += [("ministral3", "lookup"), ("ministral3", "self draft"), ("lfm2", "lookup"), ("lfm2", "beside others")]
 # Recurrent states cannot be taken back by several passes.
 PAIRS = [(family, how) for family, how in PAIRS if not (how == "self draft" and family.startswith(("lfm2", "qwen35")))]
@@ -288,7 +295,7 @@ def test_a_family_in_combination(member, family, how):
 
 
 FORMATS = {"gemma3": "int8", "phi3": "int4", "granite": "int4", "olmo2": "int4", "olmo3": "int8", "ministral3": "int4"}
-FORMATS |= dict.fromkeys(("gemma4", "qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
+FORMATS |= dict.fromkeys(("gemma4", "gemma4_moe", "qwen3_vl", "nanochat", "qwen3_vl_moe", "lfm2_moe"), "int4")
 FORMATS |= {
     "gemma4_small": "int8",
     "qwen35": "int4",

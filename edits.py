@@ -172,11 +172,11 @@ mixers.recurrent.unit_length 85847cba18d1 de3054f627dc
 model.Attention.forward 9bb586f1946e 5b1b7a949cff
 model.Attention.normalize 42b08007b352 bb590ca4e43f
 model.Attention.read df758ec9e183 97b108f21c36
-model.Block.add 2516a9dbc506 a0c8ed2d3606
-model.Block.forward a6048f39c31b cbfdee765691
+model.Block.add abe1d27fa0ea 65d4310b7667
+model.Block.forward 08f9ecea078e 23bdf02404fd
 model.KVCache.write 764453571dce a345fabb79d1
 model.LayerInput.forward d1f5d00445a4 1a6b959e083f
-model.MLP.forward a13152ae1272 46643114810e
+model.MLP.forward 6594a8d756af 22210a68ccbf
 model.Transformer.head cb82a187cb3a 9af876eeb56f
 model.Transformer.linear_head fb45056d6c78 bba659d2ec66
 positions.rotate 2885a8bed7ef afcacfcbcf08

@@ -197,7 +197,8 @@ def test_the_life_of_a_token(python, tmp_path, checkpoints):
     found = {name: [hop["key"] for hop in part["hops"]] for name, part in result["parts"].items()}
     # Neither delta nets, nor experts, nor a shadow of the output head; and one thread waits for no other.
     others = {"recurrent", "experts", "Transformer.drawable_logits", "shadow", "head", "waiting"}
-    usual = [hop.key or hop.function for hop in life.PASS if hop.key not in others]
+    every = [hop.key or hop.function for hop in life.PASS]
+    usual = [key for key in every if key not in others]
     of_prompt = ("Tokenizer.encode", "Engine._read", "Engine._prefill")
     of_step = ("Engine._decode", "PlainDecoding.step")
     assert found["step"] == [key for key in usual if key not in of_prompt]

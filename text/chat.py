@@ -151,8 +151,10 @@ class Session:
         """
         vocabulary = self.tokenizer.vocabulary
         # The marks of thoughts are shown, unlike other special tokens.
-        names = "\n".join(self.thinking or ())
-        marks = [i for i in vocabulary.special_ids if vocabulary.name(i) and vocabulary.name(i) in names]
+        marks = []
+        if self.thinking:
+            names = "\n".join(self.thinking)
+            marks = [i for i in vocabulary.special_ids if vocabulary.name(i) and vocabulary.name(i) in names]
         context = () if self.template else request.prompt
         stream = TextStream(self.tokenizer, context, self.stop, marks)
         prompt_end = TextStream(self.tokenizer, shown_ids=marks).add(request.prompt[-8:], last=True)

@@ -296,7 +296,13 @@ def top_logprobs(logits: Tensor, ids: list[int], n: int, logprobs: Tensor | None
         return [(own, []) for own in logprobs[: len(ids)].tolist()]
 
     V = logits.shape[1]
-    all_logprobs = logits[: len(ids)].float().log_softmax(-1)  # (m,V)
+    logits = logits[: len(ids)].float()
+    if logprobs is None:
+        all_logprobs = logits.log_softmax(-1)  # (m,V)
+    else:  # the others fit to those that the caller has, so that these are the same bits for every n
+        own_ids = torch.tensor(ids, device=logits.device)[:, None]  # (m,1)
+        own = logprobs[: len(ids), None]
+        all_logprobs = (logits - (logits.gather(1, own_ids) - own)).scatter(1, own_ids, own)
     values, best = all_logprobs.topk(max(0, min(n, V)), dim=1)
     result = []
     for line, token, likeliest, numbers in zip(all_logprobs, ids, best.tolist(), values.tolist()):

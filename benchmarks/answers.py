@@ -152,6 +152,7 @@ def our_conditions(source: str, prompts: list, new: int, log: Path) -> Iterator[
     yield "base", base
     yield "again", run_alone(engine, prompts, new)
     yield "without log-probabilities", run_alone(engine, prompts, new, logprobs=None)
+    yield "with the likeliest tokens", run_alone(engine, prompts, new, logprobs=5)
     yield "warm", run_alone(engine, prompts, new, warm=True)
     yield "reread", reread(partial(run_alone, engine), base, prompts, new)
     yield "beside seven others", run_beside(engine, prompts, new)

@@ -79,7 +79,7 @@ def measure_case(args, fixed_engine: Engine, engine: Engine, loops: int) -> dict
     numbers = powers_of_two(torch.get_num_threads())
     turns: dict[str, Callable] = {f"{n} threads": partial(run_engine, args, fixed_engine, n) for n in numbers}
     turns["chosen"] = partial(run_engine, args, engine)
-    few_tokens = argparse.Namespace(**vars(args) | {"new_tokens": 16})
+    few_tokens = argparse.Namespace(**vars(args) | {"new_tokens": 16, "batched": False})
     turns |= measure.llama_benches(few_tokens, args.gguf)
     with busy(loops):
         rounds = measure.take_turns(turns, args.rounds, warm_up=0)

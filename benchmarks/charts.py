@@ -1,5 +1,5 @@
 """Draw the JSON files of decode.py, ladder.py (decode beside prefill), speculation.py, draft_layer.py, experts.py,
-shadow.py and load_test.py, in a PNG beside each file.
+shadow.py, life.py and load_test.py, in a PNG beside each file.
 
 pip install -r requirements-bench.txt && python benchmarks/charts.py benchmarks/results/decode_cpu.json
 """
@@ -202,6 +202,34 @@ def draw_shadow(result: dict, path: Path):
     figure.savefig(path.with_suffix(".png"), format="png")
 
 
+def draw_life(result: dict, path: Path):
+    """Draw what life.py measured: each hop begins where the one before it has ended."""
+    parts = result["parts"]
+    heights = [len(part["hops"]) + 4 for part in parts.values()]
+    figure = make_figure(0.4 + 0.165 * sum(heights), f"{result['model']}: {title(result)}")
+    headings = {
+        "prompt": f"a prompt of {parts['prompt']['tokens']} tokens",
+        "step": "a decode step",
+        "request": f"a request for {parts['request']['new_tokens']} tokens after this prompt",
+    }
+    for axes, (name, part) in zip(figure.subplots(3, 1, height_ratios=heights), parts.items()):
+        spent = [(hop["function"], hop["shape"], hop["us"]) for hop in part["hops"]]
+        spent.append(("the rest", "", part["rest_us"]))
+        begin = 0.0
+        for y, (function, shape, us) in enumerate(spent):
+            colour = {"Barrier": ORANGE, "the rest": GREY}.get(function, BLUE)
+            width = max(us, 0.0)  # the rest is negative if the clock takes longer than what has no name
+            axes.barh(y, width, left=begin, color=colour, edgecolor=colour, height=0.7)
+            begin += width
+            axes.text(begin + 0.008 * part["wall_us"], y, f"{us:,.0f}  {shape}", va="center", fontsize=7)
+        axes.set_yticks(range(len(spent)), [function for function, *_ in spent])
+        axes.set_ylim(len(spent) - 0.4, -0.6)
+        axes.set_xlim(0, 1.3 * part["wall_us"])
+        hide_x_axis(axes, labelsize=7)
+        axes.set_title(f"{headings[name]}: {part['wall_us'] / 1e3:.1f} ms, in µs", fontsize=10, loc="left")
+    figure.savefig(path.with_suffix(".png"), format="png")
+
+
 def draw_ramp(result: dict, path: Path):
     """Draw what load_test.py measured: lines of all servers against the number of users."""
     figure = make_figure(6, f"{result['model']}: {title(result | {'batch_size': result['rows']})}")
@@ -244,6 +272,8 @@ def draw(path: Path):
     result = read_json(path)
     if "servers" in result:
         return draw_ramp(result, path)
+    if "letters" in result:
+        return draw_life(result, path)
     if "by_agreement" in result:
         return draw_draft_layer(result, path)
     if "head" in result:

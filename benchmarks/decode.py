@@ -11,6 +11,9 @@ ik_llama.cpp also with and without -rtr), and the best setting counts. Each file
 more model, which all programs run. With --old, the generate.py of another checkout runs instead of
 transformers, with the same checkpoints and options.
 
+With --batched, decode follows the prompt, in --rows rows, so it reads the keys and values of all
+--prompt_tokens positions. The peers run llama-batched-bench then, and a rate is that of all rows.
+
 All programs take turns, one model after the other, and use the same number of threads (set by
 OMP_NUM_THREADS). No rate includes compilation. The compiler's cache is empty at first, so compile_s
 is the time of a cold start in the first round, and of a warm start in the others. Each round also
@@ -140,6 +143,7 @@ def main():
     add("--compile", action="store_true", help="also measure fastpath compiled")
     add("--options", default="", help="further options of generate.py, for example '--options=--kernels avx2'")
     add("--old", type=Path, metavar="DIRECTORY", help="another checkout, to compare with")
+    add("--batched", action="store_true", help="decode after the prompt; the benches are llama-batched-bench")
     add("--without_transformers", action="store_true", help="do not measure transformers")
     args = parser.parse_args()
 

@@ -7,6 +7,7 @@ are named (--llama_server, --ik_llama_server, --transformers) are compared with 
 
   again                        the base run, a second time
   without log-probabilities    nothing but tokens is asked for, so a step may skip logits
+  with the likeliest tokens    their log-probabilities are asked for as well
   warm                         two thirds of a prompt were read before, and are reused
   reread                       prompt and half of its answer are the prompt: prefill reads what decode
                                wrote, and the other half is compared
@@ -181,7 +182,7 @@ def main():
                 print_status(f"{program}, {checkpoint.name}")
                 try:
                     compared = compare_all(conditions)
-                except UserError as error:  # a peer does not know the model, for example
+                except (UserError, ValueError) as error:  # a peer does not know the model, for example
                     print_status(f"{program} is left out: {error}")
                     continue
                 columns.append({"program": program, "model": checkpoint.name, "conditions": compared})

@@ -59,15 +59,20 @@ START_S = 120.0  # a server that has not started within this time has failed
 
 
 class Peer(NamedTuple):
-    """A program that reads GGUF files."""
+    """A program that reads GGUF files. Of several settings, the best one counts."""
 
     prefix: str  # the first word of the options that name its programs
-    settings: tuple[str, ...]  # options of its llama-bench; the best setting counts
+    settings: tuple[str, ...]  # options of its llama-bench
+    batched: tuple[str, ...]  # options of its llama-batched-bench
 
 
 PEERS = {
-    "llama.cpp": Peer("llama", ("-fa 0", "-fa 1")),
-    "ik_llama.cpp": Peer("ik_llama", ("-fa 0 -rtr 0", "-fa 0 -rtr 1", "-fa 1 -rtr 0", "-fa 1 -rtr 1")),
+    "llama.cpp": Peer("llama", ("-fa 0", "-fa 1"), ("-fa off", "-fa on")),
+    "ik_llama.cpp": Peer(
+        "ik_llama",
+        ("-fa 0 -rtr 0", "-fa 0 -rtr 1", "-fa 1 -rtr 0", "-fa 1 -rtr 1"),
+        ("-no-fa", "-no-fa -rtr", "-fa on", "-fa on -rtr"),
+    ),
 }
 
 # ---------------------------------------------------------------- turns and ratios
@@ -171,13 +176,13 @@ def run_program(*command) -> str:
     return done.stdout
 
 
-def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) -> dict:
+def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1, samples: int = SAMPLES) -> dict:
     """The JSON of a checkout's generate.py, greedy, after `prompt` tokens.
 
     The first prefill of a process also pays for memory that is touched for the first time, so the
     rate of prefill is that of the other samples.
     """
-    command = [sys.executable, tree / "generate.py", "--num_samples", SAMPLES, "--batch_size", rows]
+    command = [sys.executable, tree / "generate.py", "--num_samples", samples, "--batch_size", rows]
     command += ["--synthetic_prompt", prompt, "--max_new_tokens", new]
     command += ["--ignore_eos", "--temperature", 0, "--json", *flags]
     result = json.loads(run_program(*command))
@@ -185,20 +190,23 @@ def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1) 
         print_status(f"{result['recompiles']} graphs were compiled while it was measured: its rates are too low")
 
     tokens = rows * prompt
-    later_s = SAMPLES * tokens / result[PREFILL] - result["time_to_first_token_s"]
-    return result | {PREFILL: (SAMPLES - 1) * tokens / later_s}
+    later_s = samples * tokens / result[PREFILL] - result["time_to_first_token_s"]
+    return result | {PREFILL: (samples - 1) * tokens / later_s}
 
 
 def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: Path = ROOT, rows: int = 1) -> dict:
     """Both rates of generate.py for a checkpoint in one format, with bytes and memory.
 
-    Each rate is from a run of its own.
+    Each rate is from a run of its own, except with --batched.
     """
     print_status(f"{format} {flags}")
     with_path = [*flags.split(), "--checkpoint_path", quantized(source, format)]
     new_tokens = args.new_tokens + 1  # prefill makes the first of them
-    decode = run_generate(tree, with_path, 5, new_tokens, rows)
-    prefill = run_generate(tree, with_path, args.prompt_tokens, 1, rows)
+    if args.batched:
+        decode = prefill = run_generate(tree, with_path, args.prompt_tokens, new_tokens, rows, samples=2)
+    else:
+        decode = run_generate(tree, with_path, 5, new_tokens, rows)
+        prefill = run_generate(tree, with_path, args.prompt_tokens, 1, rows)
     return {
         DECODE: decode[DECODE],
         "weight_bytes_per_token": decode["weight_bytes_per_token"],
@@ -270,6 +278,29 @@ def run_llama_bench(args, program: str, gguf: Path, settings: Sequence[str]) -> 
     return found
 
 
+def run_batched_bench(args, program: str, gguf: Path, settings: Sequence[str]) -> dict[str, dict]:
+    """Both rates of a peer's llama-batched-bench in each of its settings: all rows read prompts, then decode.
+
+    A setting with which it fails is left out.
+    """
+    sizes = {"-npp": args.prompt_tokens, "-ntg": args.new_tokens, "-npl": args.rows}
+    sizes["-c"] = args.rows * (args.prompt_tokens + args.new_tokens)
+    command = [program, "-m", gguf, "-t", torch.get_num_threads(), *itertools.chain(*sizes.items())]
+    found = {}
+    for setting in settings:
+        print_status(f"{program} {gguf.name} {setting}")
+        try:
+            printed = run_program(*command, *setting.split())
+        except UserError as error:
+            print_status(f"left out: {str(error)[-300:]}")
+            continue
+        # the columns are the prompt, the new tokens, rows and positions; seconds and rate of prefill, and of decode
+        if line := re.search(rf"^\| *{args.prompt_tokens} \|.*$", printed, re.M):
+            cells = line[0].strip("|").split("|")
+            found[setting] = {PREFILL: float(cells[5]), DECODE: float(cells[7]), "build": None}
+    return found
+
+
 def keep_best_settings(rounds: dict[str, list]) -> dict[str, dict]:
     """Replace the results of each peer by its two rates, each in its best setting.
 
@@ -314,7 +345,10 @@ def llama_benches(args, ggufs: Sequence[Path]) -> dict[str, Callable[[], dict]]:
         key = f"{name} {format_of(path)}"
         if key in benches:
             raise UserError(f"the names of two files say that they are in the same format: {path}")
-        benches[key] = partial(run_llama_bench, args, found, path, PEERS[name].settings)
+        run, settings = run_llama_bench, PEERS[name].settings
+        if args.batched:
+            run, settings = run_batched_bench, PEERS[name].batched
+        benches[key] = partial(run, args, found, path, settings)
     return benches
 
 
@@ -360,7 +394,8 @@ def free_port() -> int:
 def all_servers(args, directory: Path, out: Path, streams: int, length: int, options: Sequence = ()):
     """Run our server and those of the peers that were named until the end of the block.
 
-    Each has rows for `streams` requests of `length` tokens. Yields the port of each server by its name.
+    Each has rows for `streams` requests of `length` tokens, and none speculates. Yields the port of each server by its
+    name.
     """
     programs = peer_programs(args, "server")
     if bool(programs) != (args.gguf is not None):
@@ -375,7 +410,7 @@ def all_servers(args, directory: Path, out: Path, streams: int, length: int, opt
             servers.enter_context(server([*command, "--port", ports[name]], log, ports[name]))
 
         command = [sys.executable, ROOT / "serve.py", "--checkpoint_path", directory]
-        command += ["--max_batch_size", streams, "--max_seq_length", length]
+        command += ["--max_batch_size", streams, "--max_seq_length", length, "--draft", "none"]
         start("fastpath", *command, *options)
         for name, program in programs.items():
             command = [program.resolve(), "-m", args.gguf, "-t", torch.get_num_threads()]
@@ -447,22 +482,32 @@ def without_folders(argument: str) -> str:
     return path.name if path.is_absolute() else argument
 
 
+def processor() -> str:
+    """The processor's name, for example "AMD EPYC, family 25, model 17", which is a Zen 4."""
+    text = Path("/proc/cpuinfo").read_text()
+    found = [re.search(rf"^{field}\s*: (.*)$", text, re.M) for field in ("model name", "cpu family", "model")]
+    if not all(found):
+        return platform.machine()
+    return "{}, family {}, model {}".format(*(one[1] for one in found))
+
+
 def save(name: str, result: dict, out: Path | None, device: torch.device = CPU):
     """Write the result with date, machine, versions and command.
 
     The file is results/NAME_DEVICE.json unless `out` is given.
     """
-    cpu_names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     machine = {
-        "cpu": next(iter(cpu_names), platform.machine()),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
     imported = [sys.modules[name] for name in ("torch", "transformers", "triton") if name in sys.modules]
     command = ["python", f"benchmarks/{name}.py", *map(without_folders, sys.argv[1:])]
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
     about = {
         "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip() or None,
         "machine": machine,
         "versions": {module.__name__: module.__version__ for module in imported},
         "command": shlex.join(command),

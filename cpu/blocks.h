@@ -562,9 +562,12 @@ struct Block {
 
   void run(const Team& team) const {
     const PreparedBlock& p = prepared;
+    team.begin(NORM);
     apply_norm(team, x, p.attention_norm, normed, p.qkv, to_qkv);
+    team.begin(QKV);
     matmul<T>(team, p.qkv, to_qkv, M, nullptr, qkv);
     team.barrier();
+    team.begin(p.conv.channels ? RECURRENT : ATTENTION);
     if (p.net.m) {
       run_delta_net(team);
     } else if (p.conv.channels) {
@@ -575,8 +578,10 @@ struct Block {
       run_attention(team, attention, *plan, workspaces[team.thread], states);
       if (p.gates) apply_gates(team);
     }
+    team.begin(OUT);
     prepare_input_rows<T>(team, p.out, to_out, M);
     add_product(team, p.out, to_out, p.post_norm_residual ? normed : x, p.attention_post_norm, 1.0f, residual);
+    team.begin(p.experts ? EXPERTS : NORM);
     T* to = p.P ? normed : result;  // the result of the MLP
     if (p.experts) run_experts(team, to);
     else run_mlp(team, to);
@@ -586,9 +591,11 @@ struct Block {
   void run_mlp(const Team& team, T* to) const {
     const PreparedBlock& p = prepared;
     apply_norm(team, residual, p.mlp_norm, mlp_normed, p.up, to_up);
+    team.begin(UP);
     matmul<T>(team, p.up, to_up, M, nullptr, up);
     team.barrier();
     activate(team);
+    team.begin(DOWN);
     const T* from = p.post_norm_residual ? mlp_normed : residual;
     add_product(team, p.down, to_down, from, p.mlp_post_norm, p.mlp_scale(), to);
   }

@@ -200,6 +200,7 @@ struct HeadLogits {
   }
 
   void run(const Team& team, const Layer& whole_head, const Layer& whole_shadow, const float* inverse_scales) const {
+    team.begin(SHADOW);
     prepare_input_rows<T>(team, whole_head, to_head, M);
     prepare_input_rows<T>(team, whole_shadow, to_shadow, M);
     team.split(M, 1, [&](int64_t m, int64_t end) {
@@ -211,6 +212,7 @@ struct HeadLogits {
       find_maxima(begin, std::min(end, blocks()));
     });
     team.barrier();
+    team.begin(HEAD);
     if (team.thread == 0)
       for (int64_t m = 0; m < M; m++) guess(m);
     team.barrier();
@@ -227,6 +229,7 @@ struct HeadLogits {
       __atomic_add_fetch(counted, count, __ATOMIC_RELAXED);
     });
     team.barrier();
+    team.begin(NONE);
   }
 };
 

@@ -7,7 +7,7 @@
 //
 // Read this file last. The order is:
 //   vectors.h, formats.h                   vectors of 16 elements; how quantized weights lie in memory
-//   parallel.h, barrier.h                  threads
+//   parallel.h, barrier.h, profile.h       threads, and where their time goes
 //   dots.h, products.h                     the products of a few rows of x, which decoding needs: begin here
 //   prefill.h, matmul.h, matmul.cpp        the products of many rows, AMX, and the choice of a product
 //   checks.h                               layers and their handles
@@ -664,6 +664,7 @@ Tensor blocks(const Tensor& x, const Tensor& input_pos, const MaybeTensor& rows,
     });
     parallel(work < MIN_PARALLEL_WORK, [&](const Team& team) {
       for (const auto& block : all) block.run(team);
+      team.begin(NONE);
     });
   });
   return result;
@@ -819,6 +820,15 @@ extern "C" [[gnu::visibility("default")]] const char* register_kernels() {
   add(any, "allow_amx", &allow_amx);
   return misfits.c_str();
 }
+
+// Turns the profile on or off, and writes what was spent since the last call, in nanoseconds, in the order of PART_NAMES.
+extern "C" [[gnu::visibility("default")]] void take_profile(bool on, int64_t* spent) {
+  std::copy(profile.spent.begin(), profile.spent.end(), spent);
+  profile.spent.fill(0);
+  profile.is_on = on;
+}
+
+extern "C" [[gnu::visibility("default")]] const char* part_names() { return PART_NAMES; }
 
 // The names of the formats that have kernels, separated by spaces.
 extern "C" [[gnu::visibility("default")]] const char* format_names() {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "barrier.h"
+#include "profile.h"
 #include "vectors.h"
 
 // The OpenMP runtime that torch has loaded. Its functions are called directly, without pragmas, so that every compiler
@@ -42,7 +43,15 @@ struct Team {
   }
 
   void barrier() const {  // returns when all threads have arrived
-    if (threads > 1) meeting_point->wait(threads);
+    if (threads == 1) return;
+    const bool is_profiled = thread == 0 && profile.is_on && profile.current != NONE;
+    const Part part = is_profiled ? profile.begin(WAITING) : NONE;
+    meeting_point->wait(threads);
+    if (is_profiled) profile.begin(part);
+  }
+
+  void begin(Part part) const {  // from here on, the time of thread 0 counts for this part
+    if (thread == 0 && profile.is_on) profile.begin(part);
   }
 };
 

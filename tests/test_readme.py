@@ -252,23 +252,20 @@ def best_ratios(result: dict) -> dict[tuple[str, str], dict]:
 
 def decode_numbers(page="README.md"):
     result = results("decode_cpu", page)
-    rows = {(row["model"], row["name"]): row for row in result["rows"]}
-    best = best_ratios(result)
-    for name, *cells in table(page, "| | decode, tokens/s | prefill of 512 tokens, tokens/s | decode"):
-        if cells[0] == "":
-            model = name.strip("*")  # of the rows below
-            continue
-        yield from zip(cells, rates_of(rows[model, name]))
-        if name.startswith("fastpath"):
-            yield from zip(cells[2:], (best[model, name]["decode"], best[model, name]["prefill"]), strict=True)
+    rows = {row["model"]: row for row in result["rows"] if row["name"].startswith("fastpath")}
+    machines = [best_ratios(result), best_ratios(results("decode_zen4_cpu", page))]
+    for model, *cells in table(page, "| | decode, tokens/s | prefill of 512 tokens, tokens/s | decode"):
+        name = rows[model]["name"]
+        ratios = [best[model, name][kind] for best in machines for kind in ("decode", "prefill")]
+        yield from zip(cells, (*rates_of(rows[model]), *ratios), strict=True)
 
 
 def more_decode_numbers(page="docs/how-it-gets-fast.md"):
-    best = best_ratios(results("decode_135m_cpu", page))
-    formats = [best["SmolLM2-135M-Instruct", f"fastpath eager {name}"] for name in ("bf16", "int8")]
-    values = [one[kind] for kind in ("decode", "prefill") for one in formats]
-    text = "decode is #x of the best peer in bf16, and #x in int8; prefill is #x and #x"
-    yield from zip(sentence(page, text), values, strict=True)
+    machines = [best_ratios(results(f"decode_135m{end}_cpu", page)) for end in ("", "_zen4")]
+    for format, *cells in table(page, "| 135M | decode"):
+        ratios = [best["SmolLM2-135M-Instruct", f"fastpath eager {format}"] for best in machines]
+        values = [one[kind] for one in ratios for kind in ("decode", "prefill")]
+        yield from zip(cells, values, strict=True)
 
 
 def question_numbers(page="docs/checkpoints.md"):
@@ -294,15 +291,6 @@ def ladder_numbers(page="docs/how-it-gets-fast.md"):
 MODELS = {"135M": "", "1.5B": "_1.5b"}  # model -> what the names of its files end with
 
 
-def avx2_numbers(page="docs/how-it-gets-fast.md"):
-    best = []
-    for model, name in (("135M", "Q4_1"), ("135M", "int8"), ("1.5B", "Q4_K_M")):
-        ratios = best_ratios(results(f"decode_avx2_xeon{MODELS[model]}_cpu", page))
-        best += [one for (_, ours), one in ratios.items() if ours == f"fastpath eager {name}"]
-    text = "decode is #x of the better peer for 135M in Q4_1, #x in int8, and #x for 1.5B; prefill is #x, #x and #x"
-    yield from zip(sentence(page, text), [one[kind] for kind in ("decode", "prefill") for one in best], strict=True)
-
-
 def shadow_numbers(page="docs/how-it-gets-fast.md"):
     gemma = results("shadow_cpu", page)["head"][-1]
     needed = gemma["weight_bytes"] - (1 - gemma["mean_share"]) * gemma["head_bytes"] + gemma["shadow_bytes"]
@@ -320,18 +308,6 @@ def busy_numbers(page="docs/how-it-gets-fast.md"):
     rates = [median(one["decode_tokens_per_s"] for one in rounds) for rounds in runs]
     text = "decoded # tokens/s with two threads, # with one, and # with the number"
     yield from zip(sentence(page, text), rates, strict=True)
-
-
-def hybrid_numbers(page="docs/hybrid.md"):
-    result = results("decode_hybrid_cpu", page)
-    for name, *cells in table(page, "| hybrids in"):
-        who, model = name.split(", ")
-        [row] = [row for row in result["rows"] if model in row["model"] and row["name"].startswith(f"{who} ")]
-        yield from zip(cells, rates_of(row))
-        best = [one for one in result["ratios"] if model in one["model"] and one["peer"] == "the best peer"]
-        if who == "fastpath":
-            for cell, kind in zip(cells[2:], ("decode", "prefill"), strict=True):
-                yield from zip(re.findall(r"[\d.]+", cell), (best[0][kind], *best[0][f"{kind}_spread"]), strict=True)
 
 
 def serving_numbers(page="docs/serving.md"):
@@ -403,9 +379,47 @@ def experts_numbers(page="docs/experts.md"):
         yield from zip(cells[1:], (*rates_of(row), pair["decode"], pair["prefill"]), strict=True)
 
 
-NUMBERS = [decode_numbers, more_decode_numbers, avx2_numbers, ladder_numbers, busy_numbers, quantization_numbers]
-NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, question_numbers, hybrid_numbers]
-NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers]
+def life_numbers(page="docs/life-of-a-token.md"):
+    both = [results(f"life_{name}_cpu", page) for name in ("1.5b", "hybrid")]
+    for (_, *cells), result in zip(table(page, "||blocks"), both, strict=True):
+        yield from zip(cells, list(result["letters"].values())[: len(cells)], strict=True)
+    units = {"MB": 1e6, "kB": 1e3, "GB": 1e9}
+    for part, header in (("prompt", "prompt"), ("step", "decode step"), ("request", "request")):
+        for result, column in zip(both, (2, 4)):
+            measured = result["parts"][part]
+            *shown, rest, whole = [cells for cells in table(page, f"|a {header}") if cells[column + 1]]
+            hops = [(f"`{hop['function']}` (`{hop['file']}`)", hop["shape"]) for hop in measured["hops"]]
+            assert hops == [tuple(cells[:2]) for cells in shown]
+            yield from (
+                (rest[column + 1].lstrip("-"), abs(measured["rest_us"])),
+                (whole[column + 1], measured["wall_us"]),
+            )
+            for cells, hop in zip(shown, measured["hops"]):
+                yield cells[column + 1], hop["us"]
+                size, _, unit = cells[column].partition(" ")
+                yield size or "0", hop["bytes"] / units[unit or "MB"]
+
+
+def more_life_numbers(page="docs/life-of-a-token.md"):
+    steps = [results(f"life_{name}_cpu", page)["parts"]["step"] for name in ("1.5b", "hybrid")]
+    requests = [results(f"life_{name}_cpu", page)["parts"]["request"] for name in ("1.5b", "hybrid")]
+    rest_share = max(abs(step["rest_share"]) for step in steps)
+    assert rest_share <= 0.03
+    yield sentence(page, "minus all rows above: at most # % of a step"), 100 * rest_share
+    ups = [hop for step in steps for hop in step["hops"] if hop["key"] == "up"]
+    texts = {
+        "gate and up come at # GB/s (hybrid: #)": [hop["bytes"] / hop["us"] / 1e3 for hop in ups],
+        "it makes a step # % longer (hybrid: # %)": [100 * step["clock_share"] for step in steps],
+        "besides # % of its own blocks (hybrid: # %)": [100 * step["head_share"] for step in steps],
+        "which takes it # µs (hybrid: #)": [request["http_us_per_token"] for request in requests],
+    }
+    for text, values in texts.items():
+        yield from zip(sentence(page, text), values, strict=True)
+
+
+NUMBERS = [decode_numbers, more_decode_numbers, ladder_numbers, busy_numbers, quantization_numbers]
+NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, question_numbers]
+NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers, life_numbers, more_life_numbers]
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -404,3 +404,15 @@ def test_masks_forbid_tokens_and_leave_log_probabilities(implementation):
 def test_params_refuse_what_is_out_of_range(kwargs):
     with pytest.raises(ValueError, match=f"^{next(iter(kwargs))} must"):  # the server reads the first word
         SamplingParams(**kwargs)
+
+
+def test_log_probabilities_do_not_depend_on_how_many_are_asked_for():
+    """The fast kernel's log-probability and softmax's differ in the last bits."""
+    logits = 3 * torch.randn(7, 301)
+    ids = torch.randint(301, (7,)).tolist()
+    own = logits.log_softmax(-1)[range(7), ids].nextafter(torch.tensor(0.0))
+    for n in (0, 1, 5):
+        found = sampling.top_logprobs(logits, ids, n, own)
+        assert [one for one, _ in found] == own.tolist()
+        for line, token, (one, best) in zip(logits, ids, found):
+            assert [i for i, _ in best] == line.topk(n).indices.tolist() and dict(best).get(token, one) == one

@@ -7,7 +7,9 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 from conftest import INTERPRET, ROOT, random_prompts
@@ -16,6 +18,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # last: a program there is called as 
 
 import decode
 import ladder
+import life
 import measure
 import speculation
 
@@ -38,6 +41,17 @@ if fa and rtr:
 about = {{"build_commit": "abc", "build_number": 7, "model_type": "llama tiny"}}
 tests = [(p, 0, 100.0 + 100 * fa + 300 * rtr), (0, n, 50.0 - 10 * fa - 20 * rtr)]
 print(json.dumps([about | {{"n_prompt": p, "n_gen": n, "avg_ts": rate}} for p, n, rate in tests]))
+"""
+
+# A stand-in for llama-batched-bench.
+LLAMA_BATCHED_BENCH = """#!{python}
+import sys
+assert " ".join(sys.argv[-8:-2]) == "-ntg 9 -npl 3 -c 147" or sys.argv[-1] == "--none", sys.argv
+if sys.argv[-1] == "off":
+    sys.exit("no V cache")
+if sys.argv[-1] == "on":
+    print("|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |")
+    print("|    40 |      9 |    3 |    147 |    1.472 |    81.50 |    2.204 |    12.25 |    3.676 |    40.00 |")
 """
 
 # A stand-in for generate.py of another checkout: prefill takes half a second for each of four samples of 2 x 19 tokens.
@@ -96,7 +110,7 @@ def test_prefill_leaves_the_first_sample_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["decode_cpu", "ladder_cpu", "speculation_cpu", "draft_layer_cpu", "experts_cpu", "ramp"]
+    "name", ["decode_cpu", "ladder_cpu", "speculation_cpu", "draft_layer_cpu", "experts_cpu", "ramp", "life_1.5b_cpu"]
 )
 def test_charts_are_drawn_from_the_measurements_that_there_are(name, tmp_path):
     pytest.importorskip("matplotlib")
@@ -140,6 +154,16 @@ def test_decode_beside_llama_bench_and_another_checkout(python, tiny, tmp_path):
             assert ratio[f"{kind}_spread"] == pytest.approx([min(rates) / peer, max(rates) / peer])
 
 
+def test_batched_peers(tmp_path):
+    """The table of llama-batched-bench is read. It fails in one setting and prints no row in another."""
+    program = tmp_path / "llama-batched-bench"
+    program.write_text(LLAMA_BATCHED_BENCH.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    args = SimpleNamespace(prompt_tokens=40, new_tokens=9, rows=3)
+    found = measure.run_batched_bench(args, program, Path("m.gguf"), ["-fa on", "-fa off", "--none"])
+    assert found == {"-fa on": {measure.PREFILL: 81.5, measure.DECODE: 12.25, "build": None}}
+
+
 def test_the_best_peer_has_as_many_bits():
     def rates(*pairs):
         return [{measure.DECODE: decode, measure.PREFILL: prefill} for decode, prefill in pairs]
@@ -164,6 +188,45 @@ def test_what_speculation_gains(tiny_model):
     # All tokens but the first of each prompt are the model's passes' own or proposed ones that were accepted.
     assert lookup["steps"] + lookup["plain_steps"] <= 3 * 23
     assert "mean_accepted_tokens" in lookup and "mean_accepted_tokens" not in plain
+
+
+def test_the_life_of_a_token(python, tmp_path, checkpoints):
+    """All hops of a plain model are measured in all parts, and what they do not account for is the rest of the time."""
+    sizes = ["--rounds", 2, "--prompt_tokens", 40, "--new_tokens", 6, "--checkpoint_path", checkpoints["int4"]]
+    result, done = run_benchmark(python, "life.py", tmp_path / "out.json", *sizes)
+    found = {name: [hop["key"] for hop in part["hops"]] for name, part in result["parts"].items()}
+    # Neither delta nets, nor experts, nor a shadow of the output head; and one thread waits for no other.
+    others = {"recurrent", "experts", "Transformer.drawable_logits", "shadow", "head", "waiting"}
+    usual = [hop.key or hop.function for hop in life.PASS if hop.key not in others]
+    of_prompt = ("Tokenizer.encode", "Engine._read", "Engine._prefill")
+    of_step = ("Engine._decode", "PlainDecoding.step")
+    assert found["step"] == [key for key in usual if key not in of_prompt]
+    assert found["prompt"] == [key for key in usual if key not in of_step]
+    assert found["request"] == [hop.key or hop.function for hop in life.REQUEST]
+    for part in result["parts"].values():
+        us = [hop["us"] for hop in part["hops"]]
+        assert min(us) > 0 and part["rest_us"] == pytest.approx(part["wall_us"] - sum(us))
+        with_clock_us = part["wall_us"] + part["clock_us"]
+        assert sum(us) <= with_clock_us * (1 + 1e-9), "no time counts twice"
+    D, F, L = (result["letters"][letter] for letter in ("D", "F", "blocks"))
+    step = {hop["key"]: hop["bytes"] for hop in result["parts"]["step"]["hops"]}
+    assert step["norm"] == 4 * L * D * 2 and step["up"] > L * 2 * F * D / 2 and not list(tmp_path.glob("*.log"))
+    assert f"| {'Engine._decode':<29} | engine.py" in done.stdout
+
+
+def test_means_are_of_the_pairs_in_the_middle():
+    """Of four pairs the fastest and the slowest do not count, nor does a hop that none of them has."""
+    hops = [life.Hop("a", "a.py", ""), life.Hop("b", "b.py", "", "c"), life.Hop("d", "d.py", "")]
+    pairs = [
+        (1.0, 1.5, {"a": 0.5, "c": 0.25}),
+        (9.0, 9.0, {"a": 9.0}),
+        (3.0, 3.5, {"a": 1.5, "c": 0.75}),
+        (0.5, 0.5, {}),
+    ]
+    found = life.summary(hops, pairs, {"c": 7.4})
+    assert [(row["key"], row["us"], row["bytes"]) for row in found["hops"]] == [("a", 1e6, 0), ("c", 5e5, 7)]
+    assert (found["wall_us"], found["rest_us"], found["clock_us"]) == (2e6, 5e5, 5e5)
+    assert (found["rest_share"], found["clock_share"]) == (0.25, 0.25)
 
 
 def test_all_that_needs_a_gpu(python, tmp_path):

@@ -258,7 +258,8 @@ class GgufFile:
 
         sliding = self.sliding_layers() or ()
         full = [i for i in range(self.n_layer) if i not in sliding]
-        keys_as_values = self.family.keys_as_values and not any(f"blk.{i}.attn_v.weight" in self.infos for i in full)
+        own = self.n_layer - self.hyper("attention.shared_kv_layers", 0)  # the values of further layers are not read
+        has_values = any(f"blk.{i}.attn_v.weight" in self.infos for i in full if i < own)
         full_kv_head = None
         if sliding and full:
             full_kv_head = self.per_layer("attention.head_count_kv", n_head, layers=full)
@@ -269,7 +270,7 @@ class GgufFile:
             "rotary_dim": None if rotary_dim == full_head_dim else rotary_dim,
             "full_head_dim": None if full_head_dim == head_dim else full_head_dim,
             "full_kv_head": full_kv_head,
-            "full_keys_as_values": keys_as_values,
+            "full_keys_as_values": self.family.keys_as_values and not has_values,
         }
 
     @property

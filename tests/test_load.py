@@ -205,16 +205,16 @@ def test_what_load_engine_refuses_names_fields_or_options(tiny, fields, why):
 
 @pytest.mark.slow
 def test_the_table_of_the_layers_inputs_stays_in_its_file(tmp_path, byte_level):
-    """Of a model with a table of 67 MB in bfloat16, loading and generating hold the other 7 MB, and the rows of some
+    """Of a model with a table of 66 MB in bfloat16, loading and generating hold the other 7 MB, and the rows of some
     tokens. All kinds of files, also with plain PyTorch."""
-    sizes = {"vocab_size": 16384, "vocab_size_per_layer_input": 16384, "hidden_size": 64, "intermediate_size": 96}
+    sizes = {"vocab_size": 16000, "vocab_size_per_layer_input": 16000, "hidden_size": 64, "intermediate_size": 96}
     sizes |= {"num_hidden_layers": 4, "hidden_size_per_layer_input": 512, "head_dim": 32, "global_head_dim": 64}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_kv_shared_layers": 1}
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     oracle = save_random(GEMMA4(**sizes, layer_types=kinds), tmp_path / "hf", seed=4)
     fields = bpe_fields(Tokenizer.from_file(str(byte_level / "tokenizer.json")), "llama-bpe")
-    fields["tokenizer.ggml.tokens"] += [f"<{i}>" for i in range(len(fields["tokenizer.ggml.tokens"]), 16384)]
-    fields["tokenizer.ggml.token_type"] = [1] * 16384
+    fields["tokenizer.ggml.tokens"] += [f"<{i}>" for i in range(len(fields["tokenizer.ggml.tokens"]), 16000)]
+    fields["tokenizer.ggml.token_type"] = [1] * 16000
     write_gguf(tmp_path / "x.gguf", oracle, fields, lambda name: GGMLQuantizationType.Q8_0)
     convert(open_hf(tmp_path / "hf"), tmp_path / "ours", torch.bfloat16)
     quantize_checkpoint(tmp_path / "ours", tmp_path / "q", Quantization("int4", 32, "int8"))

@@ -147,7 +147,6 @@ def test_layers_of_gemma4_that_share_keys_and_values(tmp_path, shared, double):
 @pytest.mark.parametrize("fields, why", [
     ({"hidden_size_per_layer_input": ..., "vocab_size_per_layer_input": 5}, "_input = 5 is not the vocab_size 262144"),
     ({"num_kv_shared_layers": 1}, "shared_kv_layers: layer 2 has no earlier layer of its kind"),
-    ({"enable_moe_block": True}, "enable_moe_block = true is not supported"),
     ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all" is not supported'),
     ({"per_layer_config": {"0": {"head_dim": 40}}}, "per_layer_config = .* must change the heads of all layers"),
     ({"per_layer_config": {"2": {"sliding_window": 4}}}, "per_layer_config = .* must change the heads of all layers"),

@@ -466,7 +466,7 @@ def test_attention_refuses_what_lies_outside_the_cache():
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
-MODELS += [("gemma4-untied", None), ("gemma4-tied", None), ("gemma4-e2b", None)]
+MODELS += [("gemma4-untied", None), ("gemma4-tied", None), ("gemma4-inputs", None)]
 MODELS += [("gemma4-e4b", Quantization("int8", 0, "int8"))]
 
 

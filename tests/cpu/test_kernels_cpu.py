@@ -467,7 +467,7 @@ def test_attention_refuses_what_lies_outside_the_cache():
 MODELS = [("llama-gqa-biased", None), ("bloom-5", None), ("qwen3-gqa", Quantization("int4", 32, "int8"))]
 MODELS += [("mistral-gqa", Quantization("iq4_nl", 32, "iq4_nl"))]
 MODELS += [("bloom-7-post", Quantization("int8", 32, "int4")), ("qwen2-gqa", Quantization("int8", 0, "none"))]
-MODELS += [("gemma4-untied", None), ("gemma4-tied", None)]
+MODELS += [("gemma4-untied", None), ("gemma4-tied", None), ("gemma4-inputs", None)]
 MODELS += [("gemma4-e4b", Quantization("int8", 0, "int8"))]
 # Models in which rounding grows from block to block.
 BLOCKWISE = [("gemma4-moe-5", None), ("gemma4-moe-8", None), ("gemma4-moe-5", Quantization("int4", 32, "int8"))]
@@ -600,7 +600,8 @@ def test_a_fused_block_equals_a_single_one(checkpoint, name, quantization, dtype
         own = model.layer_inputs(torch.tensor(random_prompts((5,) * 8)), x)  # (8,5,layers,P)
     for i, block in enumerate(model.blocks):
         own_input = None if own is None else own[:, :, i]
-        fused = FusedBlocks([block], dtype)([block], x, ropes, input_pos, rows, own[:, :, i : i + 1] if own is not None else None)
+        own_inputs = None if own is None else own[:, :, i : i + 1]
+        fused = FusedBlocks([block], dtype)([block], x, ropes, input_pos, rows, own_inputs)
         counts = [layer.counts.clone() for layer in block.sparse]
         single = block(x, ropes[block.rope_table], input_pos, rows, own_input)
         for layer, count in zip(block.sparse, counts):

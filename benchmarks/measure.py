@@ -268,7 +268,9 @@ def run_llama_bench(args, program: str, gguf: Path, settings: Sequence[str]) -> 
     for setting in settings:
         print_status(f"{program} {gguf.name} {setting}")
         try:
-            tests = json.loads(run_program(*command, *setting.split()))
+            printed = run_program(*command, *setting.split())
+            # ik_llama.cpp prints lines of its own in between.
+            tests = json.loads(re.sub(r"^llm_.*$", "", printed, flags=re.M))
         except (UserError, ValueError) as error:
             print_status(f"left out: {str(error)[:300]}")
             continue

@@ -21,8 +21,7 @@ KEY = re.compile(r"""[^\s:,{}\[\]<>"'](?:[^:,{}\[\]<>"'\n]{0,198}[^\s:,{}\[\]<>"
 def gemma_text(value) -> str:
     """A JSON value as Gemma 4 writes it."""
     if isinstance(value, dict):
-        members = [f"{gemma_key(key)}:{gemma_text(one)}" for key, one in value.items()]
-        return "{" + ",".join(members) + "}"
+        return "{" + ",".join(f"{gemma_key(key)}:{gemma_text(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(gemma_text, value)) + "]"
     return QUOTE + value + QUOTE if isinstance(value, str) else json.dumps(value)

@@ -140,7 +140,7 @@ def total_weight_bytes(
     """The bytes of all weights of a model on the meta device, if weights that are not quantized get
     `dtype`. unpacked: quantized weights are unpacked to it. device: only the bytes in the memory of this device."""
     dtypes = tensor_dtypes(model, dtype)
-    is_mapped = device is not None and device.type == "cpu"
+    is_mapped = str(device) == "cpu"
     state = {name: one for name, one in model.state_dict().items() if not (is_mapped and name.startswith(LAYER_TABLE))}
     total = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in state.items())
     return total + unpacking_bytes(model, dtype) if unpacked else total

@@ -280,9 +280,10 @@ def obstacles(model: Transformer, ranks: int) -> list[str]:
 
 
 def check(model: Transformer, ranks: int):
-    for part in [part for block in model.all_blocks for part in (block.mixer, block.mlp)]:
-        for name, module in part.named_modules():
-            silent = isinstance(module, (Linear, QuantizedLinear)) and not module.rows and not module.columns
+    for block in model.all_blocks:
+        for name, module in block.named_modules():
+            is_split = isinstance(module, (Linear, QuantizedLinear)) and not name.startswith("layer_input.")
+            silent = is_split and not module.rows and not module.columns
             assert not silent, f"{name} does not say what its rows or columns consist of"
     if reasons := obstacles(model, ranks):
         possible = [n for n in range(1, model.config.n_head + 1) if not obstacles(model, n)]

@@ -411,7 +411,7 @@ def measure_requests(args, text: str, pass_bytes: int) -> dict:
 
 def letters(config) -> dict[str, int]:
     """The sizes behind the letters in the shapes."""
-    H, K, E = config.heads
+    H, K, E = config.heads(config.n_layer - 1)
     sizes = {"blocks": config.n_layer, "D": config.dim, "H": H, "K": K, "E": E, "F": config.hidden_dim}
     sizes["V"] = config.vocab_size
     net = config.delta_net

@@ -200,7 +200,7 @@ def decode_and_prefill(args, source: str | None, format: str, flags: str, tree: 
     print_status(f"{format} {flags}")
     with_path = [*flags.split(), "--checkpoint_path", quantized(source, format)]
     new_tokens = args.new_tokens + 1  # prefill makes the first of them
-    if args.batched:
+    if getattr(args, "batched", False):
         decode = run_generate(tree, with_path, args.prompt_tokens, new_tokens, rows, samples=2)
         prefill = decode
     else:

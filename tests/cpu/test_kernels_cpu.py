@@ -600,7 +600,7 @@ def test_a_fused_block_equals_a_single_one(checkpoint, name, quantization, dtype
         own = model.layer_inputs(torch.tensor(random_prompts((5,) * 8)), x)  # (8,5,layers,P)
     for i, block in enumerate(model.blocks):
         own_input = None if own is None else own[:, :, i]
-        own_inputs = None if own is None else own[:, :, i : i + 1]
+        own_inputs = None if own is None else own[:, :, i : i + 1].contiguous()
         fused = FusedBlocks([block], dtype)([block], x, ropes, input_pos, rows, own_inputs)
         counts = [layer.counts.clone() for layer in block.sparse]
         single = block(x, ropes[block.rope_table], input_pos, rows, own_input)

@@ -652,9 +652,6 @@ def test_files_of_gemma4(tiny, byte_level, tmp_path, name):
 
 
 @pytest.mark.parametrize("field, value, why", [
-    ("embedding_length_per_layer_input", 8, "= 8 changes what the model computes and is not supported"),
-    ("attention.shared_kv_layers", 2, "= 2 changes what the model computes and is not supported"),
-    ("expert_count", 4, "= 4 makes this a mixture of experts"),
     ("attention.head_count_kv", [3, 3, 1, 3, 3, 2, 2], "differs by layer"),
     ("attention.head_count_kv", [3, 3, 3, 3, 3, 2, 3], "differs by layer"),
     ("attention.value_length_swa", 20, "is not the key_length 12"),

@@ -208,6 +208,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def error(self, message):
+        is_text = message.startswith("unrecognized arguments: ") and "--" not in message
+        if is_text and "--prompt" in self._option_string_actions:
+            message += "; a prompt needs --prompt"
         raise UserError(f"{message} (--help lists the options)")
 
     def _get_values(self, action, arg_strings):

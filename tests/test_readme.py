@@ -422,6 +422,29 @@ NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, questi
 NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers, life_numbers, more_life_numbers]
 
 
+def test_the_table_of_exactness_says_what_was_seen():
+    """A cell says in how many models tokens or log-probabilities differed. Ours never did, in any condition."""
+    page = "docs/engine.md"
+    seen: dict[tuple[str, str], list[bool]] = {}
+    for column in results("exactness_cpu", page)["columns"]:
+        for name, found in column["conditions"].items():
+            if "left_out" not in found and found["used"] != 0:
+                differ = [one["differing"] for one in (found["tokens"], found["logprobs"]) if one]
+                seen.setdefault((name, column["program"]), []).append(any(differ))
+
+    programs = ("fastpath file", "llama.cpp", "transformers bf16")
+    ours = {name: models for (name, program), models in seen.items() if program == programs[0]}
+    assert not any(map(any, ours.values()))
+    assert sentence(page, "the same bits in all # conditions") == str(len(ours))
+    rows = table(page, "| condition | fastpath |")
+    assert {row[0] for row in rows} == {name for name, program in seen if program != programs[0]}
+    for name, *cells in rows:
+        for program, cell in zip(programs, cells, strict=True):
+            models = seen.get((name, program), [])
+            differing = f"differs in {sum(models)} of {len(models)}" if any(models) else "same"
+            assert cell == (differing if models else ""), (name, program)
+
+
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_pages_say_what_was_measured(numbers):
     found = list(numbers())

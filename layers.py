@@ -239,6 +239,7 @@ class TokenMixer(nn.Module):
     name: str  # the block's name of this module, with which the names of its tensors begin
     state: nn.Module  # what it remembers of each row: model.KVCache, mixers.recurrent.ConvState
     positions: nn.Module  # the tables of positions, from Transformer.setup_caches
+    kv_kind: tuple | None = None  # layers with equal ones have equal kv_bytes
 
     @property
     def linears(self) -> list[nn.Module]:

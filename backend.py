@@ -47,7 +47,8 @@ class Backend:
     """
 
     name: str = "torch"  # which kernels run
-    # Runs all blocks as one call: run_blocks(blocks, x, ropes, input_pos, rows, own_inputs) -> x
+    # Runs all blocks, or those of some layers (a slice; only if every block has attention), as one call:
+    # run_blocks(blocks, x, ropes, input_pos, rows, own_inputs, layers) -> x
     run_blocks: Callable | None = None
     # The same for the block of the MTP layer
     run_draft: Callable | None = None

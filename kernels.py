@@ -421,7 +421,7 @@ define(
 
 define(
     "head_logits(Tensor x, int head, int shadow, Tensor norms, Tensor inverse_scales, Tensor temperature, Tensor seed, "
-    "Tensor top_k, Tensor min_p, Tensor position, Tensor(a!) counts) -> Tensor",
+    "Tensor top_k, Tensor min_p, Tensor position, Tensor(a!) counts, float softcap=0.0) -> Tensor",
     lambda x, head, shadow, norms, *rest: empty_with_columns(x, len(norms)),
 )
 define("quantize_head(int head, int bits, Tensor scale) -> (Tensor, Tensor)")

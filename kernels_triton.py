@@ -1886,10 +1886,10 @@ def can_fuse(config: Config) -> bool:
     return uses_only(config, (*FUSED_FIELDS, "experts"))
 
 
-def fused_blocks(blocks, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None, own_inputs: None = None) -> Tensor:
-    """All blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches: Backend.run_blocks."""
-    for block in blocks:
-        x = fused_block(block, x, ropes[block.rope_table], input_pos, rows)
+def fused_blocks(blocks, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None, own_inputs, layers: slice) -> Tensor:
+    """These blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches: Backend.run_blocks. own_inputs: None."""
+    for i in range(len(blocks))[layers]:
+        x = fused_block(blocks[i], x, ropes[blocks[i].rope_table], input_pos, rows)
     return x
 
 

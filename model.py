@@ -286,15 +286,14 @@ class Transformer(nn.Module):
                 "the model has no caches yet, or the call no positions; "
                 "call model.setup_caches(rows, length) once, and then model(tokens, input_pos)"
             )
-        x = self.hidden(tokens, input_pos, rows)  # (B,S,D)
-        if not all_logits:  # a long prompt then never needs an (S,V) tensor
-            last = input_pos.argmax(1)  # padding is -1
-            x = x[torch.arange(len(x), device=x.device), last]  # (B,D)
-        return self.head(x)
+        if all_logits:
+            return self.head(self.hidden(tokens, input_pos, rows))
+        x = self.hidden(tokens, input_pos, rows, last_only=True)  # (B,1,D): a long prompt never needs an (S,V) tensor
+        return self.head(x[:, 0])
 
-    def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The normalized last hidden state of every token, (B,S,D); writes the caches. Arguments as
-        in forward."""
+    def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, last_only: bool = False) -> Tensor:
+        """The normalized last hidden state of every token, (B,S,D), or with last_only of each batch row's last
+        real token, (B,1,D); writes the caches. Arguments as in forward."""
         if rows is None:
             rows = torch.arange(len(tokens), device=tokens.device)
         embedded = self.block_inputs(tokens)  # (B,S,D)
@@ -304,18 +303,33 @@ class Transformer(nn.Module):
         if self.layer_inputs is not None:
             own_inputs = self.layer_inputs(tokens, embedded)  # (B,S,layers,P)
 
-        # All blocks as one operation: FusedBlocks in cpu/install.py, fused_blocks in kernels_triton.py.
-        backend = self.backend
-        if backend.run_blocks is not None and x.shape[1] <= backend.max_fused_tokens:
-            x = backend.run_blocks(self.blocks, x, ropes, input_pos, rows, own_inputs)
-        else:
-            for i, block in enumerate(self.blocks):
-                own = None if own_inputs is None else own_inputs[:, :, i]
-                x = block(x, ropes[block.rope_table], input_pos, rows, own)
-        x = self.norm(x)
+        def last(states: Tensor) -> Tensor:  # (B,S,...) to (B,1,...)
+            return states[torch.arange(len(states), device=states.device), input_pos.argmax(1)][:, None]
 
+        if last_only and self.mtp is None and self.config.shared_kv_layers and tokens.shape[1] > 1:
+            # The last blocks write no keys and values: no later token reads what they compute for this one.
+            first = len(self.blocks) - self.config.shared_kv_layers
+            x = last(self._run_blocks(slice(first), x, ropes, input_pos, rows, own_inputs))
+            ropes = [rope and (last(rope[0]), last(rope[1])) for rope in ropes]
+            own_inputs = None if own_inputs is None else last(own_inputs)
+            x = self._run_blocks(slice(first, None), x, ropes, last(input_pos), rows, own_inputs)
+            return self.norm(x)
+
+        x = self.norm(self._run_blocks(slice(None), x, ropes, input_pos, rows, own_inputs))
         if self.mtp is not None:
-            self.mtp.read(embedded, x, input_pos, rows, backend)
+            self.mtp.read(embedded, x, input_pos, rows, self.backend)
+        return last(x) if last_only else x
+
+    def _run_blocks(self, layers: slice, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor, own_inputs) -> Tensor:
+        """The result (B,S,D) of these blocks for x (B,S,D). own_inputs (B,S,layers,P): of all blocks, or None."""
+        backend = self.backend
+        # All blocks as one operation: FusedBlocks in cpu/install.py, fused_blocks in kernels_triton.py.
+        if backend.run_blocks is not None and x.shape[1] <= backend.max_fused_tokens:
+            return backend.run_blocks(self.blocks, x, ropes, input_pos, rows, own_inputs, layers)
+        for i in range(len(self.blocks))[layers]:
+            block = self.blocks[i]
+            own = None if own_inputs is None else own_inputs[:, :, i]
+            x = block(x, ropes[block.rope_table], input_pos, rows, own)
         return x
 
     def block_inputs(self, tokens: Tensor) -> Tensor:

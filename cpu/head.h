@@ -13,6 +13,9 @@
 // A token is drawn with a temperature if its weight / noise is the largest: see exponential_race in sampling.h. There,
 // too, a bound on the weight shows which tokens cannot win. With top-k, the tokens that reach the k-th largest logit are
 // needed, and with min-p, those that reach the least weight that passes. Top-p after top-k needs no others.
+//
+// If the model caps its logits (soft_cap of model.py), these are the logits before that. Two of them may have the same
+// logit after it, so a token is needed if its logit after the cap may reach that of the best token.
 
 #pragma once
 
@@ -31,6 +34,8 @@ struct HeadSettings {
   int64_t top_k;      // 0: all tokens
   float min_p;
   Noise noise;
+  float softcap;   // 0: the logits have none
+  float rounding;  // how much soft_cap may change a logit by rounding it, relative to its size; 0 without a cap
 
   bool filters_top_k() const { return temperature > 0 && top_k > 0; }
   // Whether the exponential race is among all tokens.
@@ -43,21 +48,45 @@ struct HeadRow : HeadSettings {
   bool is_finite = false;  // of the shadow; otherwise all blocks are needed
   float least = -INF;      // tokens with smaller logits are not needed, except for the race
   float reference = 0;     // the largest logit of the first block that was multiplied; its weight is 1
+  float base = 0;          // the same after the cap
   float best = 0;          // of the race: the largest known weight / noise
   float offset = 0;        // of the bound on 2^32 u in exponential_race, for `best`
 
   Weights weights() const { return {reference, temperature}; }
+
+  // soft_cap of model.py, without its roundings.
+  float after_cap(float logit) const { return softcap > 0 ? softcap * std::tanh(logit / softcap) : logit; }
+
+  // A bound on what it gives for any logits up to x.
+  f32x16 most_after_cap(f32x16 x) const {
+    if (softcap == 0) return x;
+    const f32x16 zero = floats(0.0f), one = floats(1.0f);
+    const f32x16 power = fast_exp2(min(x, zero - x) * floats(2 * LOG2E / softcap));
+    const f32x16 size = (one - power) / (one + power);  // |tanh(x / softcap)|
+    const f32x16 capped = floats(softcap) * (where(at_least(x, zero), size, zero - size) + floats(1e-5f));
+    return fma(max(capped, zero - capped), floats(rounding), capped);
+  }
+
+  float round_down(float x) const { return x - rounding * std::abs(x); }
+
+  // Logits that are smaller are, after the cap, smaller than this logit by more than `margin`.
+  float reaching(float logit, float margin = 0) const {
+    if (softcap == 0) return logit - margin;
+    const float ratio = round_down(round_down(after_cap(logit)) - margin) / softcap;
+    return ratio > -1 ? softcap * std::atanh(ratio) : -INF;
+  }
 
   // Takes the logit of a token into account.
   void learn(int64_t v, float logit) {
     if (filters_top_k()) return;
     // A token passes min-p if its weight, relative to that of the largest logit, is at least min_p; 1e-3 for rounding.
     const bool filters = temperature > 0 && min_p > 0;
-    least = std::max(least, filters ? logit - (1e-3f - std::log(min_p)) / weights().inverse : logit);
+    least = std::max(least, reaching(logit, filters ? (1e-3f - std::log(min_p)) / weights().inverse : 0));
     if (!races()) return;
     uint32_t bits[LANES];
     store(bits, noise.bits(ints(v)));
-    const float ratio = std::exp((logit - reference) * weights().inverse) / Noise::exponential(bits[0]);
+    const float difference = round_down(after_cap(logit)) - base;
+    const float ratio = std::exp(difference * weights().inverse) / Noise::exponential(bits[0]);
     if (!(ratio > best) || !(ratio < std::numeric_limits<float>::max())) return;
     best = ratio;
     offset = (127 + 32 + 2e-3f - std::log2(best)) * 0x1p23f;  // 1e-3 more, for the rounding of weights and noise
@@ -154,6 +183,7 @@ struct HeadLogits {
     row.reference = -INF;
     for (int64_t v = block * LANES; v < std::min(V, (block + 1) * LANES); v++)
       row.reference = std::max<float>(row.reference, out[m * N + v]);
+    row.base = row.after_cap(row.reference);
     row.is_finite = std::isfinite(row.reference);
     if (!row.is_finite) return;
     learn_block(row, m, block);
@@ -176,7 +206,8 @@ struct HeadLogits {
         row.is_finite &= std::isfinite(known.back());
       }
     }
-    if (row.is_finite) row.least = kth_largest(known.data(), known.size(), std::min<int64_t>(k, known.size()));
+    if (row.is_finite)
+      row.least = row.reaching(kth_largest(known.data(), known.size(), std::min<int64_t>(k, known.size())));
   }
 
   // Whether row m needs a token of a block.
@@ -192,7 +223,8 @@ struct HeadLogits {
     // As in exponential_race.
     const f32x16 slope = floats(std::min(row.weights().inverse * (LOG2E * 0x1p23f), 3e38f));
     const f32x16 certain = floats((127 + 33) * 0x1p23f);  // the bits of 2^33, which is above all random numbers
-    const i32x16 most = to_ints(min(fma(bound - floats(row.reference), slope, floats(row.offset)), certain));
+    const f32x16 difference = row.most_after_cap(bound) - floats(row.base);
+    const i32x16 most = to_ints(min(fma(difference, slope, floats(row.offset)), certain));
     Lanes candidates = real & at_least(most, as_ints(floats(0.5f)));
     if (!candidates) return false;
     const i32x16 random = row.noise.bits(lane_indices() + ints(v));
@@ -289,12 +321,29 @@ std::tuple<Tensor, Tensor> quantize_head(int64_t layer, int64_t bits, const Tens
   return {blocks, norms};
 }
 
+// Applies soft_cap of model.py, by the same operations, to all logits except -infinity.
+template <class T>
+void apply_soft_cap(const Tensor& logits, double softcap) {
+  T* x = logits.data_ptr<T>();
+  const int64_t n = logits.numel();
+  std::vector<int64_t> known;
+  for (int64_t i = 0; i < n; i += LANES) {
+    Lanes lanes = first_lanes(n - i) & ~equal_lanes(load(x + i, n - i), floats(-INF));
+    for (; lanes; lanes &= lanes - 1) known.push_back(i + std::countr_zero(lanes));
+  }
+  const Tensor few = at::empty({int64_t(known.size())}, logits.options());
+  for (size_t i = 0; i < known.size(); i++) few.data_ptr<T>()[i] = x[known[i]];
+  const Tensor capped = few.div(softcap).tanh().mul(softcap);
+  for (size_t i = 0; i < known.size(); i++) x[known[i]] = capped.const_data_ptr<T>()[i];
+}
+
 // The logits (M,N) of x (M,D) that may be drawn, and -infinity for all others. head, shadow: handles of layers (N,D).
 // norms (V,) and inverse_scales (D,): see above. temperature, seed, top_k, min_p and position (M,): of the tokens that
-// are drawn. counts (2,): the blocks that were multiplied with the head, and all blocks, are added to it.
+// are drawn. counts (2,): the blocks that were multiplied with the head, and all blocks, are added to it. softcap: of
+// the logits, or 0.
 Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& norms, const Tensor& inverse_scales,
                    const Tensor& temperature, const Tensor& seed, const Tensor& top_k, const Tensor& min_p,
-                   const Tensor& position, const Tensor& counts) {
+                   const Tensor& position, const Tensor& counts, double softcap) {
   TORCH_CHECK(x.dim() == 2, "x (M,D) was expected, not ", x.sizes());
   const int64_t M = x.size(0), D = x.size(1);
   const auto prepared_head = prepared_layers.get(head);
@@ -305,6 +354,7 @@ Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& 
   TORCH_CHECK(0 < V && V <= N, V, " norms for ", N, " tokens");
   TORCH_CHECK(whole_head.pieces.size() == 1 && whole_head.pieces[0].quantizes_activations() && !whole_head.pieces[0].bias,
               "a quantized head without bias, and activations that are quantized");
+  TORCH_CHECK(softcap >= 0, softcap, " as a soft cap");
   TORCH_CHECK(whole_shadow.pieces.size() == 1 && whole_shadow.pieces[0].quantizes_activations(), "a quantized shadow");
   const Tensor xs = x.contiguous();
   const Tensor out = at::empty({M, N}, x.options());
@@ -325,12 +375,15 @@ Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& 
       one.allocate(arena, whole_head, whole_shadow, xs.const_data_ptr<T>());
       return one;
     });
-    for (int64_t m = 0; m < M; m++)
-      new (arrays.rows + m) HeadRow{{temperatures[m], top_ks[m], min_ps[m], Noise(seeds[m], positions[m])}};
+    for (int64_t m = 0; m < M; m++)  // soft_cap rounds three times.
+      new (arrays.rows + m) HeadRow{{.temperature = temperatures[m], .top_k = top_ks[m], .min_p = min_ps[m],
+                                     .noise = Noise(seeds[m], positions[m]), .softcap = float(softcap),
+                                     .rounding = softcap > 0 ? 3.1f * ROUNDING<T> + 1e-5f : 0}};
     *arrays.counted = 0;
     parallel(false, [&, &arrays = arrays](const Team& team) { arrays.run(team, whole_head, whole_shadow, scales); });
     total[0] += *arrays.counted;
     total[1] += arrays.blocks();
+    if (softcap > 0) apply_soft_cap<T>(out, softcap);
   });
   return out;
 }

@@ -87,6 +87,7 @@ MORE_FUSED_FIELDS = (
 STATE_TENSORS = ("base", "tail", "matrix", "keys", "deltas", "decays")
 
 MAX_CONV_WIDTH = 16  # the widest convolution that `blocks` computes
+ALL = slice(None)  # layers
 KEPT_BYTES = 1 << 26  # freed memory that is used again while a model is packed
 
 
@@ -267,13 +268,15 @@ class FusedBlocks(Registered):
         # Looking up the caches as attributes takes 50 us.
         mixers = [block.mixer for block in blocks]
         self.modules = [mixer._modules for mixer in mixers if not mixer.state.is_recurrent]
-        self.experts = [layer for block in blocks for layer in block.sparse]
+        self.experts = [block.sparse for block in blocks]
         states = [mixer.state for mixer in mixers if mixer.state.is_recurrent]
         # Their tensors do not exist yet.
         self.states = {name: [s for s in states if name in s.shapes(torch.float32)] for name in STATE_TENSORS}
         self.keep(torch.ops.fastpath.release_blocks, self.handles, blocks, dtype)
 
-    def __call__(self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None, own_inputs=None):
+    def __call__(
+        self, blocks, x: Tensor, ropes: list, input_pos: Tensor, rows: Tensor | None, own_inputs=None, layers=ALL
+    ):
         tables = [rope for rope in ropes if rope is not None]  # (cos, sin) each; empty with ALiBi
         slopes = None
         query_scales = None
@@ -281,7 +284,9 @@ class FusedBlocks(Registered):
             positions = self.modules[0]["positions"]
             slopes = positions.slopes
             query_scales = positions.query_scales
-        caches = [modules["cache"]._buffers for modules in self.modules]
+        caches = [modules["cache"]._buffers for modules in self.modules[layers]]
+        if own_inputs is not None:
+            own_inputs = own_inputs[:, :, layers].contiguous()
         states = [[state._buffers[name] for state in states] for name, states in self.states.items()]
         return torch.ops.fastpath.blocks.default(
             x,
@@ -294,9 +299,9 @@ class FusedBlocks(Registered):
             [cache["k"] for cache in caches],
             [cache["v"] for cache in caches],
             *states,
-            [experts.counts for experts in self.experts],
+            [experts.counts for sparse in self.experts[layers] for experts in sparse],
             own_inputs,
-            self.handles,
+            self.handles[layers],
         )
 
 

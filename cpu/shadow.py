@@ -32,10 +32,11 @@ class ShadowHead:
     and how many it has together. If they had to read many, later passes read all.
     """
 
-    def __init__(self, head: PackedLinear, usual: Tensor, n_token: int):
+    def __init__(self, head: PackedLinear, usual: Tensor, n_token: int, softcap: float | None = None):
         """usual (D,): the usual sizes of hidden states. n_token: the tokens that may be drawn are the first of
-        the head."""
+        the head. softcap: of the logits."""
         self.head = head
+        self.softcap = softcap
         D = head.in_features
         bits = SHADOW_BITS[head.stored_as]
         # The product of the two norms of the bound is smallest if scale^2 is x / error.
@@ -72,7 +73,7 @@ class ShadowHead:
             return None
         return torch.ops.fastpath.head_logits(
             x, self.head.prepared.handle, self.shadow.prepared.handle, self.norms, self.inverse_scales,
-            temperature, seed, top_k, min_p, position, counts,
+            temperature, seed, top_k, min_p, position, counts, self.softcap or 0.0,
         )  # fmt: skip
 
 
@@ -86,13 +87,13 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
         return None
     if model.dtype == torch.float32:  # then activations are not quantized
         return None
-    if n_token < MIN_TOKENS or config.logits_scale != 1.0 or config.logits_softcap is not None:
+    if n_token < MIN_TOKENS or config.logits_scale != 1.0:
         return None
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(n_token, (1, min(CALIBRATION_TOKENS, model.cache_size[1] - 1)), generator=generator)
     x = model.hidden(tokens, torch.arange(tokens.shape[1])[None])[0]  # (S,D)
     usual = x.float().square().mean(0).sqrt().nan_to_num().clamp(1e-6, 1e6)
-    return ShadowHead(head, usual, n_token)
+    return ShadowHead(head, usual, n_token, config.logits_softcap)
 
 
 def usual_errors(head: PackedLinear, bits: int) -> Tensor:

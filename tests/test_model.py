@@ -10,8 +10,9 @@ from cases import SPARSE, read_model, write_random
 from conftest import SHORT_CONTEXT, TINY, for_long_rows, greedy, hf_greedy, only_torch, random_prompts
 
 from config import Config, DeltaNet, RopeScaling, ShortConv
-from load import load_model
-from model import Transformer
+from formats import Quantization, quantize_model
+from load import install_kernels, load_model
+from model import Transformer, pad_rows
 from positions import rope_frequencies, rope_table
 
 LOGITS = 1e-4  # float32 sums in another order, for logits of order 1
@@ -67,6 +68,31 @@ def test_fused_blocks_and_operations_equal_plain_torch(tiny, tiny_model, name):
     assert greedy(model, prompts, 12) == fused
     with only_torch():
         assert greedy(load_model(tiny(name)[2], dtype=torch.float32, kernels="torch"), prompts, 12) == fused
+
+
+@pytest.mark.parametrize("how", ["plain", "int8"])
+@pytest.mark.parametrize("inputs", [None, 22])
+def test_layers_that_share_keys_and_values_read_only_the_last_token_of_a_prompt(tmp_path, inputs, how):
+    """Ragged rows and two chunks: the logits are those of a pass that reads all tokens in all layers."""
+    config = Config(5, 4, 2, 12, 40, 57, 131, 256, sliding_window=7, sliding_layers=(1, 2), sliding_rope_base=1e3)
+    more = {"shared_kv_layers": 3, "shared_kv_hidden_dim": 71, "per_layer_dim": inputs, "logits_softcap": 5.0}
+    folder = write_random(tmp_path / "model", dataclasses.replace(config, **more))
+    model, whole = [read_model(folder, torch.float32 if how == "plain" else torch.bfloat16) for _ in range(2)]
+    if how == "int8":
+        model, whole = (install_kernels(quantize_model(one, Quantization("int8", 0, "int8"))) for one in (model, whole))
+    seen = []
+    model.blocks[1].register_forward_hook(lambda block, inputs, y: seen.append(y.shape[:2]))
+    model.blocks[2].register_forward_hook(lambda block, inputs, y: seen.append(y.shape[:2]))
+    for one in (model, whole):
+        one.setup_caches(3, 50)
+    with torch.no_grad():
+        for lengths, starts in (((9, 23, 1), (0, 0, 0)), ((17, 1, 30), (9, 23, 1))):
+            prompts = random_prompts(lengths, seed=sum(lengths))
+            tokens, at = pad_rows([[token % 131 for token in prompt] for prompt in prompts], list(starts))
+            logits = whole(tokens, at, all_logits=True)[range(3), [n - 1 for n in lengths]]
+            torch.testing.assert_close(model(tokens, at), logits, rtol=0, atol=0 if how == "int8" else 2e-5)
+            assert seen in ([], [tokens.shape, (3, 1)])  # fused blocks call no hooks
+            seen.clear()
 
 
 def test_unseen_slots_have_no_effect(tiny_model):

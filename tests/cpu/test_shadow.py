@@ -14,6 +14,7 @@ from engine import Engine, Request, generate
 from formats import Quantization, QuantizedLinear, Scheme, pack, quantize_model
 from kernels import has_kernel
 from load import install_kernels, load_model
+from model import soft_cap
 from sampling import Sampling, SamplingParams, sample
 from speculative import Speculation
 
@@ -58,11 +59,11 @@ def settings_of(params):
     return [torch.tensor([getattr(one, name) for one in params], dtype=dtypes[name]) for name in dtypes]
 
 
-def check(head, x, usual, n_token=None, seeds=6):
+def check(head, x, usual, n_token=None, seeds=6, softcap=None):
     """Draw with many settings, alone and in batches. Returns the share of blocks that were read."""
     n_token = n_token or head.out_features
-    ours = ShadowHead(head, usual, n_token)
-    whole = head(x)[:, :n_token]
+    ours = ShadowHead(head, usual, n_token, softcap)
+    whole = soft_cap(head(x)[:, :n_token], softcap)
     for temperature in TEMPERATURES:
         for seed in range(seeds):
             filters = [FILTERS[(seed + row) % len(FILTERS)] for row in range(len(x))]
@@ -89,6 +90,17 @@ def test_tokens_and_logits_are_those_of_the_whole_head(V, D, M, dtype):
     x = 3 * numbers(M, D, seed=V).to(dtype)
     share = check(packed(numbers(V, D, seed=D)), x, x.float().abs().mean(0) + 0.01, n_token=V - 3)
     assert 0 < share < 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 7.0, 30.0, 1e4])
+def test_a_soft_cap(softcap, dtype):
+    """Caps far below the logits, which make many of them equal, and far above."""
+    x = numbers(3, 131, seed=2).to(dtype)
+    x[0] /= 50
+    head = packed(numbers(1100, 131, seed=3))
+    share = check(head, x, x.float().abs().mean(0) + 0.01, n_token=1097, softcap=softcap)
+    assert 0 < share < (1 if softcap > 20 else 1.01)
 
 
 @pytest.mark.full
@@ -174,7 +186,7 @@ def test_the_shadow_is_near_the_head():
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2-gqa", "gemma3-untied", "lfm2-tied"])
+@pytest.mark.parametrize("name", ["qwen2-gqa", "gemma3-untied", "lfm2-tied", "nanochat-gqa"])
 def test_an_engine_with_a_shadow_gives_the_same_tokens(tiny, monkeypatch, name):
     """Greedy and random requests, alone and together, some with settings that need all logits, with lookup."""
     monkeypatch.setattr(shadow, "MIN_TOKENS", 1)
@@ -213,7 +225,7 @@ def test_a_shadow_that_shows_little_is_not_used(monkeypatch):
 
 
 def test_models_without_a_shadow(tiny, monkeypatch):
-    """Heads that are not in 8 bits, and logits that are scaled or capped."""
+    """Heads that are not in 8 bits, and small vocabularies."""
     monkeypatch.setattr(shadow, "MIN_TOKENS", 1)
 
     def shadow_of(name, head):
@@ -224,6 +236,5 @@ def test_models_without_a_shadow(tiny, monkeypatch):
 
     assert shadow_of("qwen2-gqa", "int8") is not None
     assert shadow_of("qwen2-gqa", "int4") is None
-    assert shadow_of("nanochat-gqa", "int8") is None
     monkeypatch.setattr(shadow, "MIN_TOKENS", 16384)
     assert shadow_of("qwen2-gqa", "int8") is None

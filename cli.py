@@ -122,6 +122,12 @@ def piped_text() -> str:
     return ""
 
 
+def is_pipe(file) -> bool:
+    with suppress(OSError):  # it is not a file of the system
+        return stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+    return False
+
+
 def without_newline(text: str) -> str:
     """A text without one newline at its end, which has two characters in files from Windows."""
     if text.endswith("\n"):

@@ -25,6 +25,7 @@ from cli import (
     ArgumentParser,
     HelpFormatter,
     UserError,
+    is_pipe,
     number,
     piped_text,
     positive,
@@ -73,13 +74,13 @@ def parse_arguments(argv=None):
     add("--chat", action="store_true", help="apply the model's chat template to each prompt")
     add("--system", metavar="TEXT", help="a system message before the prompts (implies --chat)")
     interactive = "chat at the terminal; a --prompt is the first message, /help lists the commands"
-    add("--interactive", action="store_true", help=interactive)
+    add("--interactive", "-i", action="store_true", help=interactive)
     keep = "with --interactive: in a full context, refuse messages instead of dropping old turns"
     add("--keep_all_turns", action="store_true", help=keep)
 
     add = parser.add_argument_group("generation").add_argument
     most = "at most this many per prompt (default: 200; --interactive: as the context allows)"
-    add("--max_new_tokens", type=positive, help=most)
+    add("--max_new_tokens", "-n", type=positive, help=most)
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")
@@ -372,6 +373,8 @@ def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ran
         if args.piped:  # it has come while the model was loaded, and needs more room
             engine = None
             prompts, engine = load_for_prompts(args, checkpoint, template, ranks)
+        elif is_pipe(sys.stdin) and not args.quiet:
+            print_status("nothing has come from the pipe so far, so it is not read (--prompt - waits for it)")
     result = {"load_s": time.perf_counter() - start}
 
     if ranks.rank:

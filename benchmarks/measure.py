@@ -166,12 +166,12 @@ def time_decode(engine: Engine, context: int, steps: int) -> Timing:
 # ---------------------------------------------------------------- programs as processes of their own
 
 
-def run_program(*command) -> str:
-    """Run a program and return its stdout. If it fails, raise a UserError with its stderr."""
+def run_program(*command, with_stderr: bool = False) -> str:
+    """Run a program and return its stdout, or both outputs. If it fails, raise a UserError with its stderr."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)  # killed on Ctrl-C
     if done.returncode:
         raise UserError(f"{shlex.join(done.args)} failed ({done.returncode}): {done.stderr.strip()}")
-    return done.stdout
+    return done.stdout + with_stderr * done.stderr
 
 
 def run_generate(tree: Path, flags: list, prompt: int, new: int, rows: int = 1, samples: int = SAMPLES) -> dict:
@@ -291,7 +291,7 @@ def run_batched_bench(args, program: str, gguf: Path, settings: Sequence[str]) -
     for setting in settings:
         print_status(f"{program} {gguf.name} {setting}")
         try:
-            printed = run_program(*command, *setting.split())
+            printed = run_program(*command, *setting.split(), with_stderr=True)  # where ik_llama.cpp's table is
         except UserError as error:
             print_status(f"left out: {str(error)[-300:]}")
             continue

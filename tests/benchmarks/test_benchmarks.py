@@ -50,6 +50,7 @@ assert " ".join(sys.argv[-8:-2]) == "-ntg 9 -npl 3 -c 147" or sys.argv[-1] == "-
 if sys.argv[-1] == "off":
     sys.exit("no V cache")
 if sys.argv[-1] == "on":
+    sys.stdout = sys.stderr  # as ik_llama.cpp
     print("|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |")
     print("|    40 |      9 |    3 |    147 |    1.472 |    81.50 |    2.204 |    12.25 |    3.676 |    40.00 |")
 """

@@ -50,7 +50,7 @@ class Backend:
     # Runs all blocks, or those of some layers (a slice; only if every block has attention), as one call:
     # run_blocks(blocks, x, ropes, input_pos, rows, own_inputs, layers) -> x
     run_blocks: Callable | None = None
-    # The same for the block of the MTP layer
+    # The same for the block of the MTP layer, without the last two
     run_draft: Callable | None = None
     # What mtp.MTPLayer.read does: write_draft_keys(layer, embedded, hidden, input_pos, rows)
     write_draft_keys: Callable | None = None

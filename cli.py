@@ -122,9 +122,11 @@ def piped_text() -> str:
     return ""
 
 
-def is_pipe(file) -> bool:
+def has_silent_pipe() -> bool:
+    """Whether standard input is a pipe or a socket that is open and holds nothing."""
     with suppress(OSError):  # it is not a file of the system
-        return stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and not select.select([sys.stdin], [], [], 0)[0]
     return False
 
 

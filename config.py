@@ -217,7 +217,7 @@ class Config:
     residual_scale: float = 1.0  # Granite: factor of the outputs of attention and MLP
     layer_scale: bool = False  # Gemma 4: each block multiplies its result by a number of its own
     logits_scale: float = 1.0  # Granite: factor of the logits
-    logits_softcap: float | None = None  # nanochat: c tanh(logits / c) instead of the logits
+    logits_softcap: float | None = None  # Gemma 4, nanochat: c tanh(logits / c) instead of the logits
 
     # geglu: swiglu with tanh-GELU (Gemma). Without a gate: gelu, tanh-GELU (BLOOM); relu2, the square of
     # ReLU (nanochat)

@@ -108,6 +108,7 @@ STANDS_FOR = {
     "head_logits": (
         "model.Transformer.head",
         "model.Transformer.linear_head",
+        "model.soft_cap",
         "sampling.sample",
         "sampling.sample_reference",
         "sampling.exponential_noise",
@@ -179,6 +180,7 @@ model.LayerInput.forward d1f5d00445a4 1a6b959e083f
 model.MLP.forward 6594a8d756af 22210a68ccbf
 model.Transformer.head cb82a187cb3a 9af876eeb56f
 model.Transformer.linear_head fb45056d6c78 bba659d2ec66
+model.soft_cap 2640969cf31f 7ce121374b9b
 positions.rotate 2885a8bed7ef afcacfcbcf08
 sampling.adjusted 8c1c27f87efe 73c3d85a7ba1
 sampling.any_row 93b6720e5e3b 7ff724410389

@@ -25,7 +25,7 @@ from cli import (
     ArgumentParser,
     HelpFormatter,
     UserError,
-    is_pipe,
+    has_silent_pipe,
     number,
     piped_text,
     positive,
@@ -373,8 +373,8 @@ def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ran
         if args.piped:  # it has come while the model was loaded, and needs more room
             engine = None
             prompts, engine = load_for_prompts(args, checkpoint, template, ranks)
-        elif is_pipe(sys.stdin) and not args.quiet:
-            print_status("nothing has come from the pipe so far, so it is not read (--prompt - waits for it)")
+        elif has_silent_pipe() and not args.quiet:
+            print_status("nothing has come from the open pipe so far, so it is not read (--prompt - waits for it)")
     result = {"load_s": time.perf_counter() - start}
 
     if ranks.rank:

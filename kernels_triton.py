@@ -1887,7 +1887,8 @@ def can_fuse(config: Config) -> bool:
 
 
 def fused_blocks(blocks, x: Tensor, ropes, input_pos: Tensor, rows: Tensor | None, own_inputs, layers: slice) -> Tensor:
-    """These blocks for up to MAX_DECODE_TOKENS tokens a row, in few launches: Backend.run_blocks. own_inputs: None."""
+    """The blocks of `layers` for up to MAX_DECODE_TOKENS tokens a row, in few launches: Backend.run_blocks.
+    own_inputs: None."""
     for i in range(len(blocks))[layers]:
         x = fused_block(blocks[i], x, ropes[blocks[i].rope_table], input_pos, rows)
     return x

@@ -293,7 +293,7 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, input_pos: Tensor, rows: Tensor | None = None, last_only: bool = False) -> Tensor:
         """The normalized last hidden state of every token, (B,S,D), or with last_only of each batch row's last
-        real token, (B,1,D); writes the caches. Arguments as in forward."""
+        real token, (B,1,D), which is undefined in a row of padding; writes the caches. Arguments as in forward."""
         if rows is None:
             rows = torch.arange(len(tokens), device=tokens.device)
         embedded = self.block_inputs(tokens)  # (B,S,D)
@@ -307,7 +307,8 @@ class Transformer(nn.Module):
             return states[torch.arange(len(states), device=states.device), input_pos.argmax(1)][:, None]
 
         if last_only and self.mtp is None and self.config.shared_kv_layers and tokens.shape[1] > 1:
-            # The last blocks write no keys and values: no later token reads what they compute for this one.
+            # The last blocks write no keys and values, so no later token reads what they compute for the tokens
+            # before the last. (The MTP layer would: it reads the hidden states of all tokens.)
             first = len(self.blocks) - self.config.shared_kv_layers
             x = last(self._run_blocks(slice(first), x, ropes, input_pos, rows, own_inputs))
             ropes = [rope and (last(rope[0]), last(rope[1])) for rope in ropes]

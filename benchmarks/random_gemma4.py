@@ -15,7 +15,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from random_qwen35 import add_matrix, copy_tokenizer, write_file
+from random_qwen35 import add_blocks, add_matrix, copy_tokenizer, write_file
 
 from cli import run_command
 
@@ -120,21 +120,6 @@ def layer_shapes(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...
         yield "ffn_gate_up_exps.weight", (shape.experts, 2 * shape.expert_hidden, D)
         yield "ffn_down_exps.weight", (shape.experts, D, shape.expert_hidden)
         yield "ffn_down_exps.scale", (shape.experts,)
-
-
-def add_blocks(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]):
-    """Add a matrix of random blocks, with small scales, in the type that Q4_K_M has for it, more or less."""
-    layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
-    is_finer = "token_embd" in name or "attn_v" in name or ("ffn_down" in name and layer % 2)
-    types = gguf.GGMLQuantizationType
-    kind, scales = (types.Q6_K, {208: 1e-4}) if is_finer else (types.Q4_K, {0: 4e-4, 2: 4e-4})
-    if shape[-1] % 256:  # these columns do not fit into the blocks of K-quants
-        kind, scales = (types.Q8_0, {0: 1e-4}) if is_finer else (types.Q5_0, {0: 1e-3})
-    columns, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(len(name)).integers(0, 256, (*shape[:-1], shape[-1] // columns, size), np.uint8)
-    for at, scale in scales.items():  # where a float16 begins
-        blocks[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
-    writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
 
 
 def add_layers(writer: gguf.GGUFWriter, shape: Shape):

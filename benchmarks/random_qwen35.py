@@ -138,13 +138,16 @@ def lfm2_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
 
 def add_blocks(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]):
     """Add a matrix of random blocks, with small scales, in the type that Q4_K_M has for it, more or less."""
-    more = name.startswith("token_embd") or "attn_v" in name or ("ffn_down" in name and int(name.split(".")[1]) % 2)
-    kind = gguf.GGMLQuantizationType.Q6_K if more else gguf.GGMLQuantizationType.Q4_K
+    layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+    is_finer = "token_embd" in name or "attn_v" in name or ("ffn_down" in name and layer % 2)
+    types = gguf.GGMLQuantizationType
+    kind, scales = (types.Q6_K, {208: 1e-4}) if is_finer else (types.Q4_K, {0: 4e-4, 2: 4e-4})
+    if shape[-1] % 256:  # these columns do not fit into the blocks of K-quants
+        kind, scales = (types.Q8_0, {0: 1e-4}) if is_finer else (types.Q5_0, {0: 1e-3})
     columns, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(len(name)).integers(0, 256, (*shape[:-1], shape[-1] // columns, size), np.uint8)
-    scales = [208] if more else [0, 2]  # where a float16 begins
-    for at in scales:
-        blocks[..., at : at + 2] = np.array([1e-4 if more else 4e-4], np.float16).view(np.uint8)
+    for at, scale in scales.items():  # where a float16 begins
+        blocks[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
     writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
 
 

@@ -14,8 +14,8 @@
 // too, a bound on the weight shows which tokens cannot win. With top-k, the tokens that reach the k-th largest logit are
 // needed, and with min-p, those that reach the least weight that passes. Top-p after top-k needs no others.
 //
-// If the model caps its logits (soft_cap of model.py), these are the logits before that. Two of them may have the same
-// logit after it, so a token is needed if its logit after the cap may reach that of the best token.
+// If the model caps its logits (soft_cap of model.py), the bounds are on logits before the cap. Logits that differ before
+// it may be equal after it, so a token is needed if its logit after the cap may reach that of the best token.
 
 #pragma once
 
@@ -27,6 +27,9 @@ namespace fastpath {
 // How much a logit may grow when it is rounded to T, relative to its size.
 template <class T>
 constexpr float ROUNDING = std::is_same_v<T, float> ? 0x1p-22f : std::is_same_v<T, bf16> ? 0x1.01p-8f : 0x1.01p-11f;
+// The distance of the smallest numbers of T, by which it may grow in any case.
+template <class T>
+constexpr float SMALLEST = std::is_same_v<T, float> || std::is_same_v<T, bf16> ? 0 : 0x1p-24f;
 
 // The settings with which a row of x is drawn.
 struct HeadSettings {
@@ -34,8 +37,11 @@ struct HeadSettings {
   int64_t top_k;      // 0: all tokens
   float min_p;
   Noise noise;
-  float softcap;   // 0: the logits have none
-  float rounding;  // how much soft_cap may change a logit by rounding it, relative to its size; 0 without a cap
+  float softcap;  // 0: the logits have none
+  // How much soft_cap may change a logit by rounding it, relative to its size and besides; 0 without a cap. It rounds
+  // three times; 1e-5 is for the float32 operations here.
+  float rounding;
+  float smallest;
 
   bool filters_top_k() const { return temperature > 0 && top_k > 0; }
   // Whether the exponential race is among all tokens.
@@ -48,28 +54,28 @@ struct HeadRow : HeadSettings {
   bool is_finite = false;  // of the shadow; otherwise all blocks are needed
   float least = -INF;      // tokens with smaller logits are not needed, except for the race
   float reference = 0;     // the largest logit of the first block that was multiplied; its weight is 1
-  float base = 0;          // the same after the cap
-  float best = 0;          // of the race: the largest known weight / noise
-  float offset = 0;        // of the bound on 2^32 u in exponential_race, for `best`
+  float base = 0;          // the same after the cap, without roundings
+  float best = -INF;       // of the race: log2 of the largest known weight / noise
+  float offset = 3e38f;    // of the bound on 2^32 u in exponential_race, for `best`; so large that any token can win
 
   Weights weights() const { return {reference, temperature}; }
 
   // soft_cap of model.py, without its roundings.
   float after_cap(float logit) const { return softcap > 0 ? softcap * std::tanh(logit / softcap) : logit; }
 
-  // A bound on what it gives for any logits up to x.
+  // A bound on what soft_cap gives for any logit up to x, roundings included.
   f32x16 most_after_cap(f32x16 x) const {
     if (softcap == 0) return x;
     const f32x16 zero = floats(0.0f), one = floats(1.0f);
     const f32x16 power = fast_exp2(min(x, zero - x) * floats(2 * LOG2E / softcap));
     const f32x16 size = (one - power) / (one + power);  // |tanh(x / softcap)|
     const f32x16 capped = floats(softcap) * (where(at_least(x, zero), size, zero - size) + floats(1e-5f));
-    return fma(max(capped, zero - capped), floats(rounding), capped);
+    return fma(max(capped, zero - capped), floats(rounding), capped) + floats(smallest);
   }
 
-  float round_down(float x) const { return x - rounding * std::abs(x); }
+  float round_down(float x) const { return x - rounding * std::abs(x) - smallest; }
 
-  // Logits that are smaller are, after the cap, smaller than this logit by more than `margin`.
+  // Logits below the result are, after soft_cap and its roundings, more than `margin` below this logit after soft_cap.
   float reaching(float logit, float margin = 0) const {
     if (softcap == 0) return logit - margin;
     const float ratio = round_down(round_down(after_cap(logit)) - margin) / softcap;
@@ -85,11 +91,12 @@ struct HeadRow : HeadSettings {
     if (!races()) return;
     uint32_t bits[LANES];
     store(bits, noise.bits(ints(v)));
-    const float difference = round_down(after_cap(logit)) - base;
-    const float ratio = std::exp(difference * weights().inverse) / Noise::exponential(bits[0]);
-    if (!(ratio > best) || !(ratio < std::numeric_limits<float>::max())) return;
+    const float weight = (round_down(after_cap(logit)) - base) * weights().inverse * LOG2E;  // log2 of it
+    const float ratio = weight - std::log2(Noise::exponential(bits[0]));
+    if (!(ratio > best) || !(ratio < 128)) return;
     best = ratio;
-    offset = (127 + 32 + 2e-3f - std::log2(best)) * 0x1p23f;  // 1e-3 more, for the rounding of weights and noise
+    // For the rounding of weights and noise, 1e-3 more than in exponential_race, and more where they are far from 1.
+    offset = (127 + 32 + 2e-3f + 1e-6f * std::abs(best) - best) * 0x1p23f;
   }
 };
 
@@ -215,7 +222,8 @@ struct HeadLogits {
     if (!row.is_finite) return true;
     const int64_t v = block * LANES;
     const f32x16 x = fma(load(norms + v, V - v), floats(row.norm), load(near + m * N + v, V - v));
-    const f32x16 bound = fma(max(x, floats(0.0f) - x), floats(ROUNDING<T>), x);  // also after rounding to T
+    // Also after rounding to T:
+    const f32x16 bound = fma(max(x, floats(0.0f) - x), floats(ROUNDING<T>), x) + floats(SMALLEST<T>);
     const Lanes real = first_lanes(V - v);
     // The comparisons are such that NaN is needed.
     if (real & (~above(floats(row.least), bound))) return true;
@@ -375,10 +383,12 @@ Tensor head_logits(const Tensor& x, int64_t head, int64_t shadow, const Tensor& 
       one.allocate(arena, whole_head, whole_shadow, xs.const_data_ptr<T>());
       return one;
     });
-    for (int64_t m = 0; m < M; m++)  // soft_cap rounds three times.
+    const float cap = softcap;
+    for (int64_t m = 0; m < M; m++)
       new (arrays.rows + m) HeadRow{{.temperature = temperatures[m], .top_k = top_ks[m], .min_p = min_ps[m],
-                                     .noise = Noise(seeds[m], positions[m]), .softcap = float(softcap),
-                                     .rounding = softcap > 0 ? 3.1f * ROUNDING<T> + 1e-5f : 0}};
+                                     .noise = Noise(seeds[m], positions[m]), .softcap = cap,
+                                     .rounding = cap > 0 ? 3.1f * ROUNDING<T> + 1e-5f : 0,
+                                     .smallest = cap > 0 ? 2 * (cap + 1) * SMALLEST<T> : 0}};
     *arrays.counted = 0;
     parallel(false, [&, &arrays = arrays](const Team& team) { arrays.run(team, whole_head, whole_shadow, scales); });
     total[0] += *arrays.counted;

@@ -256,8 +256,8 @@ def prepare_experts(experts: nn.Module, dtype: torch.dtype):
 
 
 class FusedBlocks(Registered):
-    """All blocks of a model as one operation, for Backend.run_blocks. Hooks of a block or its layers
-    are not called.
+    """All blocks of a model, or some layers of a model that has attention in all, as one operation, for
+    Backend.run_blocks. Hooks of a block or its layers are not called.
 
     It keeps the weights that the blocks have at this time, so a layer that is replaced later has no
     effect.

@@ -87,13 +87,14 @@ def make_shadow(model: Transformer) -> ShadowHead | None:
         return None
     if model.dtype == torch.float32:  # then activations are not quantized
         return None
-    if n_token < MIN_TOKENS or config.logits_scale != 1.0:
+    softcap = config.logits_softcap
+    if n_token < MIN_TOKENS or config.logits_scale != 1.0 or (softcap is not None and not 1e-3 <= softcap <= 1e4):
         return None
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(n_token, (1, min(CALIBRATION_TOKENS, model.cache_size[1] - 1)), generator=generator)
     x = model.hidden(tokens, torch.arange(tokens.shape[1])[None])[0]  # (S,D)
     usual = x.float().square().mean(0).sqrt().nan_to_num().clamp(1e-6, 1e6)
-    return ShadowHead(head, usual, n_token, config.logits_softcap)
+    return ShadowHead(head, usual, n_token, softcap)
 
 
 def usual_errors(head: PackedLinear, bits: int) -> Tensor:

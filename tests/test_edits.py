@@ -31,7 +31,7 @@ MODELS = {
     "layers.MatrixLayer": "mixtral-3", "layers.Linear.multiply_rows": "mixtral-3", "layers.Layer": "bloom-3",
     "layers.Router": "qwen35-moe-5",
     "kernels.layer_norm": "bloom-3", "kernels.alibi": "bloom-3", "model.Attention.normalize": "qwen3-gqa",
-    "model.LayerInput": "gemma4-e2b",
+    "model.LayerInput": "gemma4-e2b", "model.soft_cap": "nanochat-gqa",
 }  # fmt: skip
 
 

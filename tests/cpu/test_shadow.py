@@ -103,6 +103,20 @@ def test_a_soft_cap(softcap, dtype):
     assert 0 < share < (1 if softcap > 20 else 1.01)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 1e-3, 7.0, 30.0, 1e7])
+def test_logits_that_are_nearly_equal(softcap, dtype):
+    """The errors of the rows lie along x, so that the bound of a logit is the logit; and the last tokens are the
+    likeliest before the cap, but the first ones may be as likely after it."""
+    matrix = torch.zeros(1500, 64)
+    for least in (0.97, 0.9999):
+        matrix[:, 0] = torch.linspace(least, 1, 1500)
+        head, x = packed(matrix), torch.zeros(2, 64)
+        for size in (1e-4, 0.5, 4.0, 20.0, 70.0):
+            x[:, 0] = torch.tensor([size, -size])
+            check(head, x.to(dtype), torch.ones(64), seeds=2, softcap=softcap)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
 def test_ten_million_draws(seed):

@@ -261,11 +261,18 @@ def decode_numbers(page="README.md"):
 
 
 def more_decode_numbers(page="docs/how-it-gets-fast.md"):
-    machines = [best_ratios(results(f"decode_135m{end}_cpu", page)) for end in ("", "_zen4")]
-    for format, *cells in table(page, "| 135M | decode"):
-        ratios = [best["SmolLM2-135M-Instruct", f"fastpath eager {format}"] for best in machines]
-        values = [one[kind] for one in ratios for kind in ("decode", "prefill")]
-        yield from zip(cells, values, strict=True)
+    """A row's model is the one of our rows whose names begin alike, in the file that the row names."""
+    names = {"135M, bf16": "bf16", "135M, int8": "int8", "Gemma 3": "gemma-3", "Gemma 4": "Gemma-4", "4B-A1B": "4B-A1B"}
+    names |= {"Qwen2.5": "Qwen2.5", "Qwen3.5": "Qwen3.5", "135M, Q4_0": "Q4_0"}
+    for label, *cells, file in table(page, "| model | decode | prefill | file"):
+        [name] = [name for start, name in names.items() if label.startswith(start)]
+        best = best_ratios(results(file.strip("`").removesuffix(".json"), page))
+        [pair] = [pair for key, pair in best.items() if name in " ".join(key)]
+        yield from zip(cells, (pair["decode"], pair["prefill"]), strict=True)
+    best = best_ratios(results("decode_135m_cpu", page))
+    zen5 = [best["SmolLM2-135M-Instruct", f"fastpath eager {format}"] for format in ("bf16", "int8")]
+    said = sentence(page, "On a Zen 5, 135M has #x and #x in bf16, and #x and #x in int8")
+    yield from zip(said, [one[kind] for one in zen5 for kind in ("decode", "prefill")], strict=True)
 
 
 def question_numbers(page="docs/checkpoints.md"):
@@ -372,11 +379,6 @@ def experts_numbers(page="docs/experts.md"):
     said = sentence(page, "One token uses # of its ")
     said = (said, *sentence(page, "is # of the sparse model's with one row, and # with eight rows"))
     yield from zip(said, values, strict=True)
-    beside = results("decode_experts_cpu", page)
-    ours = [row for row in beside["rows"] if row["name"].startswith("fastpath")]
-    best = best_ratios(beside).values()
-    for cells, row, pair in zip(table(page, "| model | decode"), ours, best, strict=True):
-        yield from zip(cells[1:], (*rates_of(row), pair["decode"], pair["prefill"]), strict=True)
 
 
 def life_numbers(page="docs/life-of-a-token.md"):

@@ -74,13 +74,13 @@ def parse_arguments(argv=None):
     add("--chat", action="store_true", help="apply the model's chat template to each prompt")
     add("--system", metavar="TEXT", help="a system message before the prompts (implies --chat)")
     interactive = "chat at the terminal; a --prompt is the first message, /help lists the commands"
-    add("--interactive", "-i", action="store_true", help=interactive)
+    add("-i", "--interactive", action="store_true", help=interactive)
     keep = "with --interactive: in a full context, refuse messages instead of dropping old turns"
     add("--keep_all_turns", action="store_true", help=keep)
 
     add = parser.add_argument_group("generation").add_argument
     most = "at most this many per prompt (default: 200; --interactive: as the context allows)"
-    add("--max_new_tokens", "-n", type=positive, help=most)
+    add("-n", "--max_new_tokens", type=positive, help=most)
     stop = "stop before this text, which is not printed; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--ignore_eos", action="store_true", help="do not stop at EOS tokens")

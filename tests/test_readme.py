@@ -419,7 +419,13 @@ def more_life_numbers(page="docs/life-of-a-token.md"):
         yield from zip(sentence(page, text), values, strict=True)
 
 
-NUMBERS = [decode_numbers, more_decode_numbers, ladder_numbers, busy_numbers, quantization_numbers]
+def price_numbers(page="docs/engine.md"):
+    prices = results("exactness_price", page)["prices"].values()
+    said = sentence(page, "takes # of the time of the fastest version without it, which is in bf16 (Qwen3.5-0.8B: #;")
+    yield from zip(said, [one["prefill of 512"]["price"] for one in prices], strict=True)
+
+
+NUMBERS = [price_numbers, decode_numbers, more_decode_numbers, ladder_numbers, busy_numbers, quantization_numbers]
 NUMBERS += [more_quantization_numbers, gain_numbers, draft_layer_numbers, question_numbers]
 NUMBERS += [shadow_numbers, experts_numbers, serving_numbers, structured_numbers, life_numbers, more_life_numbers]
 

@@ -160,8 +160,7 @@ struct Step<bf16> {
 template <class T, int NT, int MT>
 inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual, T* out, int64_t stride, int64_t C) {
   using S = Step<T>;
-  f32x16 acc[MT][NT];
-  for (auto& row : acc) std::fill(row, row + NT, floats(0.0f));
+  f32x16 acc[MT][NT] = {};
   // Prefetches go through memory in ascending order, not row by row in turn, so the hardware prefetcher follows too.
   const char* ahead = (const char*)w + PREFETCH_DISTANCE * (NT + 1) / 2;
   auto step = [&](int64_t c, int64_t left) {
@@ -183,7 +182,9 @@ inline void linear_tile(const T* w, const T* x, const T* bias, const T* residual
   if constexpr (MT * NT == LANES) {
     store(sums[0], sums_of_lanes(acc[0]));
   } else {
+#pragma GCC unroll 8
     for (int m = 0; m < MT; m++)
+#pragma GCC unroll 8
       for (int n = 0; n < NT; n++) sums[m][n] = sum_of_lanes(acc[m][n]);
   }
   for (int m = 0; m < MT; m++) {
@@ -360,9 +361,8 @@ template <int MT, class F>
   using L = typename F::Levels;
   const int64_t stride = p.Cb * GROUP;
   Stream<F> stream(p, block);
-  f32x16 other[MT];  // a second sum, so that an addition does not wait for the addition before it
-  std::fill(acc, acc + MT, floats(0.0f));
-  std::fill(other, other + MT, floats(0.0f));
+  f32x16 even[MT] = {};
+  f32x16 odd[MT] = {};  // two sums, so that an addition does not wait for the addition before it
   for (int64_t b = 0; b < p.Cb; b++) {
     const uint8_t* group = stream.next_group();
     const f32x16 scale[] = {stream.scale(0), stream.scale(1)};
@@ -379,13 +379,14 @@ template <int MT, class F>
           const float* column = columns + L::first_column(j, r) + c;
 #pragma GCC unroll 8
           for (int m = 0; m < MT; m++) {
-            f32x16& sum = (L::VECTORS > 1 ? r : c) % 2 ? other[m] : acc[m];
+            f32x16& sum = (L::VECTORS > 1 ? r : c) % 2 ? odd[m] : even[m];
             sum = fma(weight, floats(column[m * stride]), sum);
           }
         }
     }
   }
-  for (int m = 0; m < MT; m++) acc[m] = acc[m] + other[m];
+#pragma GCC unroll 8
+  for (int m = 0; m < MT; m++) acc[m] = even[m] + odd[m];
 }
 
 // The input of a layer with M rows of x. Only the arrays that the layer reads are allocated; others are null.

@@ -202,9 +202,10 @@ class ArgumentParser(argparse.ArgumentParser):
         for i, argument in enumerate(given):
             name = argument.partition("=")[0]
             is_known = " " in name or any(option.startswith(name) for option in self._option_string_actions)
-            if name.startswith("--") and not is_known:
+            # argparse would read -ngl as -n with the value "gl".
+            if re.match("--|-[a-zA-Z]{2}", name) and not is_known:
                 values = takewhile(lambda one: not one.startswith("-"), given[i + 1 :])
-                similar = get_close_matches(name, self._option_string_actions, 1)
+                similar = get_close_matches(name, self._option_string_actions, 1) if name.startswith("--") else []
                 advice = "".join(f"; did you mean {option}?" for option in similar)
                 self.error(f"unrecognized arguments: {' '.join([argument, *values])}{advice}")
         found = super().parse_args(given, namespace)
@@ -216,7 +217,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def error(self, message):
-        is_text = message.startswith("unrecognized arguments: ") and "--" not in message
+        is_text = re.match("unrecognized arguments: [^-]", message) and "--" not in message
         if is_text and "--prompt" in self._option_string_actions:
             message += "; a prompt needs --prompt"
         raise UserError(f"{message} (--help lists the options)")

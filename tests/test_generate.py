@@ -282,6 +282,7 @@ def test_what_is_no_pipe_is_not_read(monkeypatch, tmp_path):
     (["--max_tokns", "3"], "unrecognized arguments: --max_tokns 3; did you mean --max_new_tokens?"),
     (["--temprature=2", "--quiet"], "unrecognized arguments: --temprature=2; did you mean --temperature?"),
     (["--zzz"], "unrecognized arguments: --zzz (--help"),
+    (["-ngl", "99"], "unrecognized arguments: -ngl 99 (--help"),  # not -n with the value "gl"
     (["a", "b"], "unrecognized arguments: b; a prompt needs --prompt"),
     (["a", "--checkpoint_path", "b"], "'a' and --checkpoint_path 'b' both name a model; name one"),
 ])  # fmt: skip

@@ -35,7 +35,7 @@ template <class F>
   using L = typename F::Levels;
   for (int b = 0; b < groups; b++) {
     const uint8_t* group = stream.next_group();
-    prefetch_lines<L::LINES>(group);
+    prefetch_lines<F, L::LINES>(group);
 #pragma GCC unroll 8
     for (int j = 0; j < L::STEPS; j++) {
       u8x64 levels[L::VECTORS];

@@ -144,9 +144,9 @@ void load_queries(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
   }
 }
 
-// Prefetches memory to the L2 cache in ascending order, a few lines at a time between computations. A processor can wait
-// for some twenty lines at once, and stalls at more prefetches in a row. (Any other order than ascending was slower, and
-// prefetches to L1 took up to 1.4 times as long.)
+// Prefetches memory to the L2 cache in ascending order, a few lines at a time between computations. A processor can
+// wait for some twenty lines at once, and stalls at more prefetches in a row. (Any other order than ascending was
+// slower, and prefetches to L1 took up to 1.4 times as long.)
 struct ReadAhead {
   const char* next = nullptr;
   const char* end = nullptr;
@@ -483,7 +483,8 @@ void attend_chunk(const Attention<T>& a, int64_t b, int64_t k, int64_t begin, in
 #ifdef HAS_BF16_PRODUCTS
   if constexpr (P == PAIRS) {
     for (int64_t e = 0; e < a.E; e += 2 * LANES)
-      in_steps<QUERIES_AT_ONCE>(count, [&](auto queries, int64_t i) { add_value_pairs<queries>(a, w, c, i, e, states); });
+      in_steps<QUERIES_AT_ONCE>(
+          count, [&](auto queries, int64_t i) { add_value_pairs<queries>(a, w, c, i, e, states); });
     return;
   }
 #endif

@@ -28,8 +28,8 @@ namespace fastpath {
 // and attention has enough queries for all threads (see SplitPlan).
 constexpr int MAX_DECODE_TOKENS = 16;
 constexpr int PREFETCH_DISTANCE = 6144;  // weights are prefetched this many bytes before they are used
-// Weights of 8 bits need so little arithmetic that a processor reads far ahead by itself. A greater distance, when other
-// programs keep the memory busy, made products 1.08 times as slow on a Zen 4; with 4 bits, a smaller one did.
+// Weights of 8 bits need so little arithmetic that a processor reads far ahead by itself. With a greater distance,
+// products were 1.08 times as slow on a Zen 4 whose memory others used, too; with 4 bits, they were with a smaller one.
 template <class F>
 constexpr int PREFETCH_AHEAD = F::Levels::LINES == 8 ? 2048 : PREFETCH_DISTANCE;
 constexpr auto PREFETCH_TO = _MM_HINT_T1;  // the L2 cache: prefetches to L1 delay the loads of x

@@ -9,8 +9,9 @@
 // registers of 128 bits, would be a third such file. Besides these files, barrier.h, the prefetches, FlushDenormals in
 // attention.h and the code for AMX contain x86 instructions.)
 //
-// An array of vectors is kept in registers only if all loops over it are unrolled (#pragma GCC unroll), also those that
-// clear it and read it at the end. Otherwise it is stored to memory at every step, which made attention 1.5 times slower.
+// An array of vectors is kept in registers only if all loops over it are unrolled (#pragma GCC unroll), also those
+// that clear it and read it at the end. Otherwise it is stored to memory at every step, which made attention 1.5 times
+// slower.
 
 #pragma once
 

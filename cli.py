@@ -205,7 +205,8 @@ class ArgumentParser(argparse.ArgumentParser):
             # argparse would read -ngl as -n with the value "gl".
             if re.match("--|-[a-zA-Z]{2}", name) and not is_known:
                 values = takewhile(lambda one: not one.startswith("-"), given[i + 1 :])
-                similar = get_close_matches(name, self._option_string_actions, 1) if name.startswith("--") else []
+                known = [option for option in self._option_string_actions if option.startswith("--")]
+                similar = get_close_matches(name, known, 1)
                 advice = "".join(f"; did you mean {option}?" for option in similar)
                 self.error(f"unrecognized arguments: {' '.join([argument, *values])}{advice}")
         found = super().parse_args(given, namespace)

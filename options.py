@@ -164,7 +164,8 @@ def add_loading_options(parser: argparse.ArgumentParser) -> Callable:
 def add_model_options(parser: argparse.ArgumentParser, default_length: str):
     """Add the options of ModelOptions. default_length: the default of --max_seq_length, in words."""
     add = add_loading_options(parser)
-    add("-c", "--max_seq_length", type=positive, help=f"KV cache positions per row; default: {default_length}")
+    length = f"KV cache positions per row; default: {default_length}"
+    add("-c", "--max_seq_length", type=positive, help=length)
     snapshots = (
         "memory for snapshots of recurrent states (Qwen3.5, LFM2), from which later prompts go on; "
         "default: as much as all keys and values take, but enough for 4 snapshots a row, "

@@ -133,6 +133,14 @@ def run_drafted(load: Callable[..., Engine], checkpoint: Checkpoint, draft: str,
     return replace(found, used=sum(count["proposed_tokens"] for count in counts))
 
 
+def attempt(run: Callable[..., Answers], *args, **kwargs) -> Answers | str:
+    """What run returns, or why it failed."""
+    try:
+        return run(*args, **kwargs)
+    except UserError as error:
+        return str(error)
+
+
 def run_compiled(load: Callable[..., Engine], prompts: list, new: int) -> Answers:
     engine = load(compile=True, compile_prefill=True)
     warm_up(engine, prompts[:1], random=False)
@@ -170,10 +178,7 @@ def our_conditions(source: str, prompts: list, new: int, log: Path) -> Iterator[
     runs = {name: partial(run_drafted, load, checkpoint, draft) for name, draft in DRAFTS.items()}
     runs["compiled"] = partial(run_compiled, load)
     for name, run in runs.items():
-        try:
-            yield name, run(prompts, new)
-        except UserError as error:
-            yield name, str(error)
+        yield name, attempt(run, prompts, new)
     yield from our_server(source, checkpoint, base, prompts, new, log)
 
 
@@ -278,13 +283,14 @@ def peer_conditions(program: Path, options: str, gguf: Path, prompts: list, new:
     with running(usual, log) as port:
         base = ask_peer(port, prompts, new)
         yield "base", base
-        yield "again", ask_peer(port, prompts, new)
-        yield "warm", ask_peer(port, prompts, new, warm=True)
+        ask = partial(ask_peer, port)
+        yield "again", attempt(ask, prompts, new)
+        yield "warm", attempt(ask, prompts, new, warm=True)
         if isinstance(base.tokens[0][0], int):
-            yield "reread", reread(partial(ask_peer, port), base, prompts, new)
+            yield "reread", attempt(reread, ask, base, prompts, new)
         else:
             yield "reread", "the server gives no ids of tokens"
-        yield "beside seven others", ask_peer(port, prompts, new, workers=ROWS)
+        yield "beside seven others", attempt(ask, prompts, new, workers=ROWS)
 
     variants = {"other chunks": [*usual, "-b", 64, "-ub", 32]}
     variants |= {name: [*command, "-t", n] for name, n in THREADS.items()}

@@ -228,6 +228,33 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
     return min(len(a), len(b))
 
 
+@dataclass
+class BrokenGrammar:
+    """In the place of a grammar whose `fill` raised an exception: the request's next token raises it again."""
+
+    error: Exception
+
+    def fill(self, masks: Tensor, drafted: list[int]):
+        masks.fill_(-1)
+
+    def accept(self, token: int):
+        raise self.error
+
+
+@dataclass
+class GuardedGrammar:
+    """Fills masks for a request, whose grammar may fail."""
+
+    request: Request
+
+    def fill(self, masks: Tensor, drafted: list[int]):
+        try:
+            self.request.grammar.fill(masks, drafted)
+        except Exception as error:
+            self.request.grammar = BrokenGrammar(error)
+            self.request.grammar.fill(masks, drafted)
+
+
 def set_masks(sampling: Sampling, rows: list[Row], drafted: list[list[int]] | None = None):
     """Let the grammars of rows say which tokens may come next, and after each drafted token."""
     drafted = drafted or [[]] * len(rows)
@@ -235,7 +262,7 @@ def set_masks(sampling: Sampling, rows: list[Row], drafted: list[list[int]] | No
     for row, ids in zip(rows, drafted):
         if row.request.grammar is not None:
             position = len(row.request.prompt) + len(row.request.new_tokens)
-            masked.append((row.index, position, row.request.grammar, ids))
+            masked.append((row.index, position, GuardedGrammar(row.request), ids))
     if masked:
         sampling.set_masks(masked)
 
@@ -737,9 +764,9 @@ class Engine:
             if before == 0:
                 self.decoding.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
                 request.times["first_token"] = time.perf_counter()
-            if request.logprobs is not None:  # _finish drops the entries after the request's last token
-                entries = top_logprobs(logits[i], new_tokens[i], request.logprobs, logprobs[i])
-                request.token_logprobs += entries
+            ids = [token for token in new_tokens[i] if token >= 0]  # -1, for logits that are not finite, is the last one
+            if request.logprobs is not None and ids:  # _finish drops the entries after the request's last token
+                request.token_logprobs += top_logprobs(logits[i], ids, request.logprobs, logprobs[i])
             for token in new_tokens[i]:
                 if request.finish_reason is None:
                     self._append_token(request, row, token)

@@ -280,7 +280,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(models, temperature,
     poison = next(token for token in range(3, VOCABULARY) if token not in (7, 8, 9, *expected))
     model.embedding.weight[poison] = float("nan")
     engine = Engine(model, 2, LENGTH)
-    bad = Request([5, poison, 6], params, n)
+    bad = Request([5, poison, 6], params, n, logprobs=1)
     generate(engine, [bad, other])
     assert (bad.finish_reason, bad.new_tokens) == ("error", []) and "not finite" in bad.error
     assert (other.finish_reason, other.new_tokens) == ("length", expected)

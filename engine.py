@@ -764,7 +764,9 @@ class Engine:
             if before == 0:
                 self.decoding.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
                 request.times["first_token"] = time.perf_counter()
-            ids = [token for token in new_tokens[i] if token >= 0]  # -1, for logits that are not finite, is the last one
+            ids = [
+                token for token in new_tokens[i] if token >= 0
+            ]  # -1, for logits that are not finite, is the last one
             if request.logprobs is not None and ids:  # _finish drops the entries after the request's last token
                 request.token_logprobs += top_logprobs(logits[i], ids, request.logprobs, logprobs[i])
             for token in new_tokens[i]:

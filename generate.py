@@ -40,7 +40,7 @@ from engine import Engine, EngineOptions, Request, SingleProcess, check_prompt, 
 from load import choose_cache_length, default_params, load_engine, open_checkpoint
 from options import ModelOptions, add_model_options
 from sampling import SamplingParams
-from text.chat_template import ChatTemplate
+from text.chat_template import ChatTemplate, mark_ids
 from text.tokenizer import TextStream, Tokenizer
 
 # A conversation reads a prompt in chunks of this many tokens, because Ctrl-C waits for the end of a
@@ -233,7 +233,7 @@ class Output:
 
     def __init__(self, args, tokenizer: Tokenizer, prompt: list[int], stop_ids: frozenset, seed: int):
         context = () if args.chat else prompt  # an answer in a chat begins a new text
-        self.stream = TextStream(tokenizer, context, args.stop)
+        self.stream = TextStream(tokenizer, context, args.stop, args.shown_ids)
         self.text = ""
         self.request = Request(prompt, replace(args.params, seed=seed), args.max_new_tokens, stop_ids)
         self.request.on_token = self.add
@@ -362,6 +362,7 @@ def run_prompts(args, checkpoint: Checkpoint, template: ChatTemplate | None, ran
     """Continue all prompts, and report what was measured."""
     stop_ids = end_tokens(args, checkpoint.tokenizer, template)
     ranks.share(lambda: read_schema_option(args, checkpoint, stop_ids))
+    args.shown_ids = mark_ids(checkpoint.tokenizer, template.thinking_marks()) if template else []
     takes_piped = ranks.size == 1 and "-" not in args.prompt
     takes_piped &= not (args.prompt_file or args.prompt_ids or args.synthetic_prompt)
     args.piped = piped_text() if takes_piped else ""

@@ -43,7 +43,7 @@ from cli import (
     run_command,
 )
 from compile import compile_while_serving, warm_up
-from engine import Engine, EngineOptions, SingleProcess
+from engine import CHUNK_TOKENS, Engine, EngineOptions, Request, SingleProcess, generate
 from load import choose_cache_length, choose_device, default_params, load_engine, open_checkpoint
 from options import ModelOptions, add_model_options
 from server.pipe_messages import Cancel, EngineStatus, Settings, TextRequest, Update
@@ -146,8 +146,8 @@ def main(ranks=None):
 
         ranks.timeout_s = RANK_TIMEOUT_S
         shutdown = Shutdown(args.drain_seconds)
-        # A step with a recompilation takes no longer than the warm-up, so that is sent as a step.
-        connection.send(EngineStatus("ready", [], warm_up_s))
+        # A step takes no longer than this, also with a recompilation. The HTTP process waits as long for one.
+        connection.send(EngineStatus("ready", [], warm_up_s or chunk_seconds(engine, length)))
         status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {url(listener)}"
         print_status(status + examples(url(listener), checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
@@ -155,6 +155,18 @@ def main(ranks=None):
     engine.close()
     print_status("the server has ended")
     return shutdown.exit_code
+
+
+def chunk_seconds(engine: Engine, length: int) -> float:
+    """About how long a step takes that reads a whole chunk of a prompt, by the time of a short one."""
+    chunk = min(engine.options.chunk_tokens or CHUNK_TOKENS, length)
+    n = min(chunk, 64)
+    start = time.perf_counter()
+    generate(engine, [Request([0] * n, max_new_tokens=0)])
+    seconds = time.perf_counter() - start
+    engine.clear()
+    engine.reset_timing()
+    return seconds * chunk / n
 
 
 def url(listener: socket.socket) -> str:

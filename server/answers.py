@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from server.gemma_calls import GemmaReader
 from server.json_reader import JsonReader, is_json
 from server.parameters import Types, ValueText, refuse_constant
-from server.python_calls import CallEnd, read_arguments
+from server.python_calls import SURROGATE, CallEnd, read_arguments
 from server.tools import NAME_PATTERN, ToolFormat
 from text.chat_template import CHANNEL_MARKS
 from text.tokenizer import StopSearch, ThoughtSearch, start_of_partial
@@ -179,13 +179,16 @@ class AnswerParser:
             self._add_content("", last=True)
 
     def _read_content(self) -> Iterator[None]:
-        """Read the rest of the answer: content, calls after marks, and Gemma 4's later thoughts, which may be empty."""
-        thoughts = CHANNEL_MARKS[:1] if self.syntax.thinking == CHANNEL_MARKS else ()
+        """Read the rest of the answer: content, calls after marks, and Gemma 4's later thoughts, which may be empty.
+        A mark that ends no thoughts is dropped."""
+        marks = CHANNEL_MARKS if self.syntax.thinking == CHANNEL_MARKS else ()
         while True:
-            before, mark = self._take_until((*self.openers, *thoughts))
+            before, mark = self._take_until((*self.openers, *marks))
             self.held = mark
             self._emit(Content, before)
-            if mark in thoughts:
+            if mark in marks[1:]:
+                self.held = ""
+            elif mark in marks:
                 self._add_content("", last=True)
                 self._drop_space()
                 yield from self._read_thoughts(begins_inside=True)
@@ -238,11 +241,14 @@ class AnswerParser:
         """Add the calls in thoughts that were not closed, and the text beside them. Returns whether there are calls,
         all of which are whole; otherwise adds nothing."""
         parser = AnswerParser(replace(self.syntax, thinking=None, bare_calls=False), is_streamed=False)
+        parser.calls = self.calls
+        parser.whole_calls = self.whole_calls
         events = parser.add(thoughts) + parser.end()
-        if not parser.has_whole_calls:
+        new = parser.calls - self.calls
+        if not new or parser.whole_calls - self.whole_calls != new:
             return False
         self.calls = parser.calls
-        self.whole_calls = parser.calls
+        self.whole_calls = parser.whole_calls
         for event in events:
             if isinstance(event, Content):
                 self._emit(Reasoning, event.text)
@@ -494,7 +500,8 @@ class AnswerParser:
                 arguments = json.loads(JsonReader().read(arguments, 0, True)[1])
             if name not in self.syntax.names or not isinstance(arguments, dict):
                 return None
-            return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite
+            return name, json.dumps(arguments) if SURROGATE.search(text) else text
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
 

@@ -171,7 +171,13 @@ class ServedModel:
         """Refuse a text whose beginning is longer than the context: tokenizing all of it would take more
         than 100 bytes of memory for each byte."""
         beginning = text[: LONG_TOKEN * self.context_length]
-        if beginning != text and len(self.tokenizer.encode(beginning)) > self.context_length + LONG_TOKEN:
+        if beginning == text:
+            return
+        try:
+            n = len(self.tokenizer.encode(beginning))
+        except UserError as error:
+            raise ApiError(str(error), param=param) from None
+        if n > self.context_length + LONG_TOKEN:
             raise ApiError(
                 f"the prompt has more than the {self.context_length} tokens of the context",
                 param=param,

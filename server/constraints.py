@@ -232,11 +232,14 @@ class GrammarChecker:
 
     def accepts(self, source: str, text: str) -> bool:
         """Whether an answer may be this text and nothing more. `source` is a valid grammar. False
-        if it takes long to compile."""
+        if it takes long to compile, or if the text is no valid UTF-8."""
         if len(source) > MAX_QUICK_BYTES:
             return False
         matcher = self.compiler.compile(source).matcher
-        ids = self.tokenizer.encode(text, add_bos=False)
+        try:
+            ids = self.tokenizer.encode(text, add_bos=False)
+        except UserError:
+            return False
         return all(matcher.try_consume_tokens([i]) == 1 for i in ids) and matcher.is_accepting()
 
 

@@ -42,12 +42,15 @@ class GemmaReader(JsonReader):
         "quote": lambda piece: '"',
         "key": lambda piece: json.dumps(piece, ensure_ascii=False),
         "word": lambda piece: PYTHON_WORDS.get(piece, piece),
+        "text": lambda piece: json.dumps(piece.removesuffix(QUOTE), ensure_ascii=False),
     }
     QUOTE = QUOTE
     IN_STRING = re.compile(rf"""(?P<quote>{re.escape(QUOTE)})|[^<"\\\x00-\x1f]+|(?P<control>["\\\x00-\x1f])|<""")
-    # A word is a key if a colon follows it. It matches once this is known. JSON's quotes make the text invalid.
+    # A word is a key if a colon follows it, and a string if only its second mark does, which models write sometimes.
+    # It matches once this is known. JSON's quotes make the text invalid.
     OUTSIDE = (
-        rf"""{JsonReader.OUTSIDE}|(?>{KEY.pattern})(?:(?=\s{{0,99}}:)(?P<key>)|(?=\s{{0,99}}[^\s:]|\s{{100}})(?P<word>))"""
-        r"""|(?P<control>["'])"""
+        rf"""{JsonReader.OUTSIDE}|(?P<text>(?>{KEY.pattern}){re.escape(QUOTE)})(?=\s{{0,99}}[,}}\]])"""
+        rf"""|(?>{KEY.pattern})(?!{re.escape(QUOTE)}\s{{0,99}}(?:[,}}\]]|\Z))"""
+        r"""(?:(?=\s{0,99}:)(?P<key>)|(?=\s{0,99}[^\s:]|\s{100})(?P<word>))|(?P<control>["'])"""
     )
     OTHER = r"[\s:<>]"

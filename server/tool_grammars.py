@@ -349,7 +349,8 @@ class GemmaRules(ArgumentRules):
         high = schema.get("maxItems", "")
         if schema.get("items") is False or high == 0:
             return '"[" "]"'
-        item = self._value(schema.get("items", True))
+        items = schema.get("items", True)
+        item = self._value(items if isinstance(items, dict | bool) else True)  # a list is an old form of prefixItems
         more = "" if high == 1 else f'("," {item}){{{max(low - 1, 0)},{high and high - 1}}}'
         return f'"[" ({item} {more}){"" if low else "?"} "]"'
 

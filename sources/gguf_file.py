@@ -18,7 +18,7 @@ import torch
 from checkpoint import make_config
 from cli import UserError, and_more, check_is_file, first_line, print_status
 from config import MAX_NUMBER, Config, DeltaNet, Experts, RopeScaling, ShortConv
-from formats import FORMATS, Quantization, Scheme, make_layer
+from formats import FORMATS, UNPACK_BLOCK, Quantization, Scheme, make_layer
 from layers import MatrixLayer
 from sources.families import GGUF_FAMILIES
 from sources.fields import Fields, yarn_attention_factor
@@ -474,7 +474,11 @@ class GgufFile:
         """A tensor of a type that is not kept, in float32."""
         format = FORMATS.get(info.type.lower())
         if format is not None:
-            weight = format.unpack({"blocks": blocks}, format.groupsizes[0], info.shape[-1])
+            C = info.shape[-1]
+            weight = torch.empty(len(blocks), C)
+            step = max(1, UNPACK_BLOCK // C)  # unpacking takes up to 16 bytes per weight
+            for rows, part in zip(weight.split(step), blocks.split(step)):
+                rows.copy_(format.unpack({"blocks": part}, format.groupsizes[0], C))
             return weight.view(info.shape)
         import gguf
 

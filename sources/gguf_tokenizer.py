@@ -32,6 +32,8 @@ def make_tokenizer_files(path: Path, metadata: dict) -> TokenizerFiles:
     fields = read_fields(path, metadata)
     files = TokenizerFiles(path, {})
     kind = fields.get("model")
+    if kind == "llama" and fields.get("pre") == "gemma4":  # as Ollama writes it
+        kind = "gemma4"
     if kind == "gpt2":
         files.library, add_bos = byte_level_bpe(path, fields)
     elif kind == "gemma4":

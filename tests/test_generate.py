@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from cli import VERSION, UserError, piped_text, run_command
 from config import Config, RopeScaling
 from costs import weight_bytes
 from engine import Engine, Request, generate
-from generate import parse_arguments
+from generate import Output, parse_arguments
 from load import choose_cache_length, load_model, open_checkpoint
 from report import measurements
 from sampling import SamplingParams
 from sources.wheels import default_gguf
+from text.chat_template import mark_ids
 from text.tokenizer import Tokenizer
 
 GREEDY, GREEDY_PARAMS = ["--temperature", "0"], SamplingParams(temperature=0.0)
@@ -132,6 +134,20 @@ def test_chat_sets_prompts_in_the_template(default_checkpoint, capsys, monkeypat
     shown, _ = main(capsys, monkeypatch, *ask, "--chat", "--batch_size", 2)
     said = f"system\n{usual}\nuser\n{question}\nassistant\n{answer}\n\n"  # the prompt comes before the answer
     assert shown == f"--- prompt 1, sample 1 ---\n{said}--- prompt 1, sample 2 ---\n{said}"
+
+
+def test_marks_of_thoughts_are_shown(default_checkpoint):
+    """Also where they are special tokens, which are not shown otherwise."""
+    tokenizer = Tokenizer(default_checkpoint)
+    ids = tokenizer.encode("<|im_start|>Hm.<|im_end|><|endoftext|>Yes", add_bos=False)
+    marks = mark_ids(tokenizer, ("<|im_start|>", "<|im_end|>"))
+    args = SimpleNamespace(chat=True, stop=[], params=SamplingParams(), max_new_tokens=9, shown_ids=marks)
+    args.make_grammar = lambda: None
+    output = Output(args, tokenizer, [5], frozenset(), 0)
+    for token in ids:
+        output.add(token)
+    output.finish()
+    assert (output.text, mark_ids(tokenizer, None)) == ("<|im_start|>Hm.<|im_end|>Yes", [])
 
 
 def test_several_samples_have_headings(checkpoints, capsys, monkeypatch):

@@ -25,7 +25,7 @@ from cli import UserError, counted, first_line, has_colours, print_status, print
 from compile import warm_up
 from engine import Engine, Request, check_prompt, read_with_progress
 from sampling import RANGES, SamplingParams
-from text.chat_template import ChatTemplate
+from text.chat_template import ChatTemplate, mark_ids
 from text.tokenizer import TextStream, ThoughtSearch, Tokenizer
 
 HELP = """/reset          forget the conversation
@@ -149,12 +149,7 @@ class Session:
 
         Returns the answer.
         """
-        vocabulary = self.tokenizer.vocabulary
-        # The marks of thoughts are shown, unlike other special tokens.
-        marks = []
-        if self.thinking:
-            names = "\n".join(self.thinking)
-            marks = [i for i in vocabulary.special_ids if vocabulary.name(i) and vocabulary.name(i) in names]
+        marks = mark_ids(self.tokenizer, self.thinking)
         context = () if self.template else request.prompt
         stream = TextStream(self.tokenizer, context, self.stop, marks)
         prompt_end = TextStream(self.tokenizer, shown_ids=marks).add(request.prompt[-8:], last=True)

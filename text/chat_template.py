@@ -18,6 +18,13 @@ THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), CHANNEL_MARK
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after a message that is to be continued
 
 
+def mark_ids(tokenizer: Tokenizer, marks: tuple[str, str] | None) -> list[int]:
+    """The special tokens in the marks around thoughts. They are shown, unlike others."""
+    names = "\n".join(marks or ())
+    vocabulary = tokenizer.vocabulary
+    return [i for i in vocabulary.special_ids if vocabulary.name(i) and vocabulary.name(i) in names] if marks else []
+
+
 class ChatTemplate:
     """The chat template of a model: a Jinja2 program that writes a conversation as one text.
 

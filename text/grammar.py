@@ -227,8 +227,11 @@ class GrammarThread:
         self.pending[request] = self.thread.submit(lambda: self.tokenizer.result().compile(source))
 
     def discard(self, request) -> bool:
-        """Forget a request. Returns whether it was still waiting for its grammar."""
-        return self.pending.pop(request, None) is not None
+        """Forget a request, and its grammar unless it is being compiled. Returns whether it was waiting for it."""
+        future = self.pending.pop(request, None)
+        if future is not None:
+            future.cancel()
+        return future is not None
 
     def finished(self) -> list[tuple]:
         """(request, its grammar or an exception) for each compilation that has ended since the

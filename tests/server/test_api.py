@@ -509,6 +509,14 @@ def test_a_conversation_that_ends_with_an_answer_is_continued(model):
     assert not model.parse_chat({"messages": MESSAGES}).choices[0].text_request.continues_prompt
 
 
+def test_a_lone_surrogate_in_a_long_chat_is_refused(model):
+    """JavaScript programs that cut strings send such texts."""
+    for n in (1, 50 * CONTEXT):
+        with pytest.raises(ApiError) as caught:
+            model.parse_chat({"messages": [{"role": "user", "content": "\ud83d " + "x" * n}]})
+        assert caught.value.status == 400
+
+
 def test_what_json_cannot_hold(model):
     """Infinite log-probabilities, lone surrogates in what is quoted, tokens with the same text."""
     completion = model.parse_completion({"prompt": [5, 6], "max_tokens": 1, "logprobs": 2})

@@ -98,6 +98,8 @@ def test_calls_beside_text_and_thoughts(calls, before, after, thoughts, places):
      {"first name": 1, "größe": 2, "a-b.c": 3, "$x": 4, "true": 5, "6": 7, "\\": 8}),
     ('{a:<|"|>"{}[]:,\\\n\x01 <|tool_call>call:f{} <tool_call|> <| é\u2028<|"|>}',
      {"a": '"{}[]:,\\\n\x01 <|tool_call>call:f{} <tool_call|> <| é\u2028'}),
+    # Strings without the first mark:
+    ('{a:weather in Tokyo<|"|>,b:[x<|"|>, 1<|"|> ]}', {"a": "weather in Tokyo", "b": ["x", "1"]}),
 ])  # fmt: skip
 def test_what_models_may_write(text, expected):
     assert json.loads(json_of(text)) == json.loads(json_of(text, list(text))) == expected
@@ -136,6 +138,8 @@ def thought(text: str) -> tuple:
     (f"Yes.<|channel>thought\nHm.<channel|>No.{F}", [content("Yes."), thought("\nHm."), content("No."), *CALL]),
     (f"{F}<|channel>thought\nHm.<channel|>{BEGIN}get_weather{{}}{END}", [*CALL, thought("\nHm."), *SECOND]),
     (f"<|channel>thought\nI call {F}", [thought("\nI call "), *CALL]),  # thoughts that are not closed
+    (f"{F}<|channel>thought\nAlso {BEGIN}get_weather{{}}{END}", [*CALL, thought("\nAlso "), *SECOND]),
+    (f"Yes.<channel|>{F}<channel|>", [content("Yes."), *CALL]),  # marks that end no thoughts
     *((text, [content(text)]) for text in (f"{BEGIN}g{{a:1}}{END}", "<|tool_call>f{}", f"{BEGIN}f", BEGIN, "call:f{}")),
     (f'{BEGIN}f{{a:<|"|>x', [CALL[0], (CallArguments, 0, '{"a":"x')]),  # cut off
     (f"{BEGIN}f{{a:1{END}", [CALL[0], (CallArguments, 0, '{"a":1')]),
@@ -146,8 +150,9 @@ def test_what_is_read_of_answers(text, expected):
 
 PARTS = [
     BEGIN, END, "f{", "f", "{", "}", "[", "]", "g{a:1}", "f{a:1}", "f{}", "a:", "a : ", "b", ":", ",", ", ", "1",
-    "-1.5", "true", "None", "x", QUOTE, '<|"|>x<|"|>', '<|"', '"', "'", "\\", "\n", " ", "é", "<", "<|channel>thought",
-    "<|channel>thought\n<channel|>", "<channel|>", "<|tool_", "<tool_call", '{"name": "f", "arguments": {}}', "\x01",
+    "-1.5", "true", "None", "x", 'x<|"|>', QUOTE, '<|"|>x<|"|>', '<|"', '"', "'", "\\", "\n", " ", "é", "<",
+    "<|channel>thought", "<|channel>thought\n<channel|>", "<channel|>", "<|tool_", "<tool_call",
+    '{"name": "f", "arguments": {}}', "\x01",
 ]  # fmt: skip
 
 
@@ -437,6 +442,14 @@ def test_choices_of_tools(served, compiler):
                 for before in ("", thoughts):
                     fit = text in fitting and (thinks or not before)
                     assert fits(model, compiler, grammar, before + text) == fit, (body, before + text)
+
+
+def test_items_that_are_a_list_allow_any_item(served, compiler):
+    model = served("gemma-4")
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": [{"type": "string"}]}}}
+    grammar = source_of(model, "gemma-4", [Tool("f", schema, strict=True)])
+    assert fits(model, compiler, grammar, f'{BEGIN}f{{a:[1,<|"|>x<|"|>]}}{END}')
+    assert not fits(model, compiler, grammar, f"{BEGIN}f{{a:1}}{END}")
 
 
 @pytest.mark.parametrize("depth", [100, 150, 400])

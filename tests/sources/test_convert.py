@@ -732,9 +732,10 @@ def character_level() -> Library:
     return library
 
 
-def test_gguf_tokenizer_on_characters(tmp_path, tiny):
+@pytest.mark.parametrize("kind, pre", [("gemma4", None), ("llama", "gemma4")])  # the second is Ollama's
+def test_gguf_tokenizer_on_characters(tmp_path, tiny, kind, pre):
     library = character_level()
-    fields = bpe_fields(library, None, model="gemma4", bos_token_id=2, add_bos_token=False)
+    fields = bpe_fields(library, pre, model=kind, bos_token_id=2, add_bos_token=False)
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = {'<|"|>': 4} | {token: 6 for token in tokens if token.startswith("<0x")}
     fields["tokenizer.ggml.token_type"] = [kinds.get(token, 3 if i < 5 else 1) for i, token in enumerate(tokens)]

@@ -3,12 +3,13 @@
 import json
 import random
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from programs import main
-from schedules import NoMultiplesOfThree, masked_requests
+from schedules import masked_requests
 
 from cli import UserError
 from drafts.retrieval import RetrievalDraft
@@ -100,6 +101,21 @@ def test_a_thread_compiles(default_tokenizer):
     while thread.pending:
         found |= dict(thread.finished())
     assert set(found) == {"a", "b"} and isinstance(found["b"], UserError) and len(allowed(found["a"])[0]) > 1
+
+
+def test_grammars_of_requests_that_are_gone_are_not_compiled(default_tokenizer):
+    thread = GrammarThread(default_tokenizer, 49152, default_tokenizer.eos_ids)
+    free = threading.Event()
+    thread.thread.submit(free.wait)  # the thread is busy
+    for name in "abc":
+        thread.add(name, schema_source(POINT))
+    gone = thread.pending["b"]
+    assert thread.discard("b") and gone.cancelled()
+    free.set()
+    found = []
+    while thread.pending:
+        found += [name for name, _ in thread.finished()]
+    assert sorted(found) == ["a", "c"]
 
 
 # ---------------------------------------------------------------- tokens that the model does not have
@@ -232,13 +248,13 @@ def test_masked_rows_and_their_neighbours_are_as_alone(tiny_model, draft, fixed_
     assert not draft or 0 < sum(speculation.report.accepted) < sum(speculation.report.verified)
 
 
-def test_a_grammar_that_fails_ends_its_request_alone(tiny_model):
-    class Failing(NoMultiplesOfThree):
-        def accept(self, token):
-            raise UserError("the grammar failed: too complex")
+@pytest.mark.parametrize("method", ["fill", "accept"])
+def test_a_grammar_that_fails_ends_its_request_alone(tiny_model, monkeypatch, method):
+    def fail(*args):
+        raise UserError("the grammar failed: too complex")
 
     requests, alone = masked_requests(3), masked_requests(3)
-    requests[0].grammar = Failing(9)
+    monkeypatch.setattr(requests[0].grammar, method, fail)
     engine = Engine(tiny_model("llama-gqa-biased"), 3, 96)
     generate(engine, requests)
     generate(engine, alone)

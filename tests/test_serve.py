@@ -52,7 +52,7 @@ from texts import strings
 
 import serve
 from cli import UserError
-from engine import Request, generate
+from engine import Engine, EngineOptions, Request, generate
 from evaluate import harness_model
 from load import load_model
 from server.answer_text import AnswerText
@@ -848,3 +848,14 @@ def test_an_end_token_beyond_the_table_and_a_schema(checkpoints, tmp_path):
         assert status == 400
         assert "response_format.json_schema.schema.$schema: " in json.loads(answer)["error"]["message"]
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_the_time_of_a_chunk_is_told_beforehand(tiny_model):
+    """So that the first long prompt does not look like an engine that hangs. The engine is as before."""
+    engine = Engine(tiny_model("llama-gqa-biased"), 2, 3000, options=EngineOptions(2000))
+    lengths = []
+    read = engine.steps.prefill
+    engine.steps.prefill = lambda model, ids, *more: lengths.append(ids.numel()) or read(model, ids, *more)
+    seconds = [serve.chunk_seconds(engine, length) for length in (3000, 640, 40)]
+    assert lengths == [64, 64, 40] and min(seconds) > 0
+    assert not any(row.tokens for row in engine.rows) and engine.timing.prefill_tokens == 0

@@ -142,6 +142,7 @@ def attempt(run: Callable[..., Answers], *args, **kwargs) -> Answers | str:
 
 
 def run_compiled(load: Callable[..., Engine], prompts: list, new: int) -> Answers:
+    torch._dynamo.reset()  # the graphs of the models before this one count towards a limit
     engine = load(compile=True, compile_prefill=True)
     warm_up(engine, prompts[:1], random=False)
     return run_alone(engine, prompts, new)

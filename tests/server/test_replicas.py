@@ -80,9 +80,10 @@ class Replicas:
         self.servers[i] = self.start(i, self.servers[i].port)
 
     def attempts(self) -> list[tuple]:
-        """For each line of nginx's log: the conversation, then the ports of the replicas that were tried."""
-        lines = (self.folder / "access.log").read_text(encoding="utf-8").splitlines()
-        found = [re.search(r'" (.*?) (127\.0\.0\.1:[\d., :]+) \d{3}', line).groups() for line in lines]
+        """For each line of nginx's log: the conversation, then the ports of the replicas that were tried. A request
+        that came while both replicas counted as failed was sent to none, and is left out."""
+        log = (self.folder / "access.log").read_text(encoding="utf-8")
+        found = re.findall(r'" (.*?) (127\.0\.0\.1:[\d., :]+) \d{3}', log)
         return [(name, *map(int, re.findall(r":(\d+)", tries))) for name, tries in found]
 
     def homes(self, client: openai.OpenAI, names: list[str]) -> dict[str, int]:
@@ -113,6 +114,13 @@ def replicas(checkpoints, tmp_path_factory):
         port = stack.enter_context(nginx(folder, [server.port for server in servers]))
         yield Replicas(servers, start, port, folder)
     assert "Traceback" not in "".join(path.read_text() for path in folder.glob("replica*.txt"))
+
+
+@pytest.fixture(autouse=True)
+def both_answer(replicas):
+    """A test begins when both replicas get requests: one that has failed gets none for 5 seconds."""
+    names, client = [f"before {i}" for i in range(16)], replicas.client()
+    wait_for(lambda: len({*replicas.homes(client, names).values()}) == 2, "both replicas")
 
 
 def question(name: str) -> list[dict]:

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from test_house import FILES, PATHS, PROGRAMS
 
 from costs import roofline
-from formats import Quantization
+from formats import FORMATS, Quantization
 from generate import parse_arguments
 from sources.families import FAMILIES
 from sources.hf_directory import hf_config
@@ -451,6 +451,19 @@ def test_the_table_of_exactness_says_what_was_seen():
             models = seen.get((name, program), [])
             differing = f"differs in {sum(models)} of {len(models)}" if any(models) else "same"
             assert cell == (differing if models else ""), (name, program)
+
+
+def test_every_format_gives_the_same_bits():
+    page, differing = "docs/engine.md", {}
+    for column in results("exactness_formats_cpu", page)["columns"]:
+        name = column["model"].split(".")[-1] if column["program"] == "fastpath file" else column["program"].split()[1]
+        found = {name: one for name, one in column["conditions"].items() if "left_out" not in one}
+        assert len(found) > 13
+        for kind in ("tokens", "logprobs"):
+            differing[name.lower(), kind] = [way for way, one in found.items() if one[kind] and one[kind]["differing"]]
+    assert differing.pop(("bf16", "logprobs")) == ["reread", "compiled"] and not any(differing.values())
+    assert {name for name, _ in differing} == {*FORMATS, "bf16"}
+    assert sentence(page, "Each of the # quantized formats") == str(len(FORMATS))
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

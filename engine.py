@@ -230,7 +230,8 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
 
 @dataclass
 class BrokenGrammar:
-    """In the place of a grammar whose `fill` raised an exception: the request's next token raises it again."""
+    """In the place of a grammar whose `fill` raised an exception. The request's next token raises it
+    again, which ends the request."""
 
     error: Exception
 
@@ -764,11 +765,12 @@ class Engine:
             if before == 0:
                 self.decoding.add(row.index, request.prompt + new_tokens[i], request.cached_tokens)
                 request.times["first_token"] = time.perf_counter()
-            ids = [
-                token for token in new_tokens[i] if token >= 0
-            ]  # -1, for logits that are not finite, is the last one
-            if request.logprobs is not None and ids:  # _finish drops the entries after the request's last token
-                request.token_logprobs += top_logprobs(logits[i], ids, request.logprobs, logprobs[i])
+            # The last one may be -1, for logits that are not finite. _finish drops the entries after the
+            # request's last token.
+            ids = [token for token in new_tokens[i] if token >= 0]
+            if request.logprobs is not None and ids:
+                entries = top_logprobs(logits[i], ids, request.logprobs, logprobs[i])
+                request.token_logprobs += entries
             for token in new_tokens[i]:
                 if request.finish_reason is None:
                     self._append_token(request, row, token)

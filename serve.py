@@ -146,8 +146,9 @@ def main(ranks=None):
 
         ranks.timeout_s = RANK_TIMEOUT_S
         shutdown = Shutdown(args.drain_seconds)
-        # A step takes no longer than this, also with a recompilation. The HTTP process waits as long for one.
-        connection.send(EngineStatus("ready", [], warm_up_s or chunk_seconds(engine, length)))
+        # The HTTP process waits a few times as long for a step before it takes the engine for stuck.
+        step_s = warm_up_s or chunk_seconds(engine, length)
+        connection.send(EngineStatus("ready", [], step_s))
         status = f"serving {checkpoint.name} ({engine.model.backend.name} kernels) at {url(listener)}"
         print_status(status + examples(url(listener), checkpoint, args.api_key))
         server = EngineServer(engine, tokenizer, connection, grammars)
@@ -158,7 +159,8 @@ def main(ranks=None):
 
 
 def chunk_seconds(engine: Engine, length: int) -> float:
-    """About how long a step takes that reads a whole chunk of a prompt, by the time of a short one."""
+    """About how long a step takes that reads a whole chunk of a prompt. It is estimated from a short
+    chunk."""
     chunk = min(engine.options.chunk_tokens or CHUNK_TOKENS, length)
     n = min(chunk, 64)
     start = time.perf_counter()

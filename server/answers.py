@@ -179,8 +179,10 @@ class AnswerParser:
             self._add_content("", last=True)
 
     def _read_content(self) -> Iterator[None]:
-        """Read the rest of the answer: content, calls after marks, and Gemma 4's later thoughts, which may be empty.
-        A mark that ends no thoughts is dropped."""
+        """Read the rest of the answer: content, calls after marks, and Gemma 4's later thoughts.
+
+        These may be empty. A mark that ends no thoughts is dropped.
+        """
         marks = CHANNEL_MARKS if self.syntax.thinking == CHANNEL_MARKS else ()
         while True:
             before, mark = self._take_until((*self.openers, *marks))

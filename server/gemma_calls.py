@@ -46,8 +46,9 @@ class GemmaReader(JsonReader):
     }
     QUOTE = QUOTE
     IN_STRING = re.compile(rf"""(?P<quote>{re.escape(QUOTE)})|[^<"\\\x00-\x1f]+|(?P<control>["\\\x00-\x1f])|<""")
-    # A word is a key if a colon follows it, and a string if only its second mark does, which models write sometimes.
-    # It matches once this is known. JSON's quotes make the text invalid.
+    # A word is a key if a colon follows it. It is a string if the mark of its end follows: models
+    # sometimes leave out the first mark. A word matches once it is known which of these it is. JSON's
+    # quotes make the text invalid.
     OUTSIDE = (
         rf"""{JsonReader.OUTSIDE}|(?P<text>(?>{KEY.pattern}){re.escape(QUOTE)})(?=\s{{0,99}}[,}}\]])"""
         rf"""|(?>{KEY.pattern})(?!{re.escape(QUOTE)}\s{{0,99}}(?:[,}}\]]|\Z))"""

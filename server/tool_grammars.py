@@ -350,7 +350,8 @@ class GemmaRules(ArgumentRules):
         if schema.get("items") is False or high == 0:
             return '"[" "]"'
         items = schema.get("items", True)
-        item = self._value(items if isinstance(items, dict | bool) else True)  # a list is an old form of prefixItems
+        # A list is an old form of prefixItems, which is not enforced.
+        item = self._value(items if isinstance(items, dict | bool) else True)
         more = "" if high == 1 else f'("," {item}){{{max(low - 1, 0)},{high and high - 1}}}'
         return f'"[" ({item} {more}){"" if low else "?"} "]"'
 

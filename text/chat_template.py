@@ -20,9 +20,11 @@ CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put after a message that is to 
 
 def mark_ids(tokenizer: Tokenizer, marks: tuple[str, str] | None) -> list[int]:
     """The special tokens in the marks around thoughts. They are shown, unlike others."""
-    names = "\n".join(marks or ())
+    if marks is None:
+        return []
     vocabulary = tokenizer.vocabulary
-    return [i for i in vocabulary.special_ids if vocabulary.name(i) and vocabulary.name(i) in names] if marks else []
+    names = "\n".join(marks)
+    return [i for i in vocabulary.special_ids if vocabulary.name(i) and vocabulary.name(i) in names]
 
 
 class ChatTemplate:

@@ -227,7 +227,8 @@ class GrammarThread:
         self.pending[request] = self.thread.submit(lambda: self.tokenizer.result().compile(source))
 
     def discard(self, request) -> bool:
-        """Forget a request, and its grammar unless it is being compiled. Returns whether it was waiting for it."""
+        """Forget a request, and do not compile its grammar unless that has begun. Returns whether the
+        request was waiting for it."""
         future = self.pending.pop(request, None)
         if future is not None:
             future.cancel()
